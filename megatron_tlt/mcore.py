@@ -1,0 +1,174 @@
+"""The seam to megatron-core 0.16.1: import this before any `megatron.core` module.
+
+Two kinds of change, each with the place it mends:
+1. CPU layer (only where there is no CUDA): megatron-core names `device="cuda"` literally in factory calls,
+   asks `Tensor.type()` for a CUDA type, and keeps dropout state in CUDA generators.
+2. Optimizer loading (wherever torch's AdamW stands in for Apex/TE FusedAdam, on GPU too): torch keeps
+   `step` per parameter, megatron-core expects it per group. Unmended, a fresh optimizer cannot load, the
+   fully reshardable format raises KeyError('step'), and after a load all parameters share one step tensor
+   that each of them increments.
+"""
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+
+from megatron_tlt import device
+
+import torch
+
+# What megatron-core 0.16.1 says on every start about things that are as they should be.
+for _message in (
+    "Transformer Engine and Apex",
+    "Apex is not installed",
+    "script_method",
+    "dynamic_context",
+    "full scope is deprecated",
+    "If you are using transformer_engine as the transformer implementation",
+    "torch.distributed.*(_tensor|_base)` is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+):
+    warnings.filterwarnings("ignore", message=f".*{_message}")
+if not device.is_cuda():
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
+
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.tensor_parallel import random as tp_random  # noqa: E402
+
+MEGATRON_CORE_VERSION = "0.16.1"
+
+# Modules that spell device="cuda" in a factory call on a path that we use.
+_CUDA_LITERAL_MODULES = (
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "distributed.finalize_model_grads",
+    "distributed.param_and_grad_buffer",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.grad_scaler",
+    "optimizer.optimizer",
+    "pipeline_parallel.schedules",
+    "pipeline_parallel.utils",
+    "tensor_parallel.data",
+    "transformer.utils",
+    "utils",
+)
+_FACTORIES = "zeros ones empty full tensor arange zeros_like empty_like randint".split()
+
+
+class _CpuTorch(types.ModuleType):
+    """`torch` for the modules above: a factory asked for "cuda" makes its tensor on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in _FACTORIES:
+            setattr(self, name, self._on_cpu(getattr(torch, name)))
+
+    @staticmethod
+    def _on_cpu(factory):
+        @functools.wraps(factory)
+        def make(*args, **options):
+            if str(options.get("device", "")).startswith("cuda"):
+                options["device"] = "cpu"
+                options.pop("pin_memory", None)
+            return factory(*args, **options)
+
+        return make
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch, name)
+
+
+def _tensor_type(self, dtype=None, *args, _original=torch.Tensor.type, **options):
+    """`Tensor.type()`, answering "torch.cuda.*" to megatron-core, which accepts no other."""
+    if dtype is not None:
+        return _original(self, dtype, *args, **options)
+    name = _original(self)
+    if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
+        return name.replace("torch.", "torch.cuda.", 1)
+    return name
+
+
+class _CpuRngStatesTracker(tp_random.CudaRNGStatesTracker):
+    """The model-parallel RNG tracker over CPU generators: dropout differs per TP rank as on CUDA."""
+
+    def add(self, name: str, seed: int) -> None:
+        self._is_initialized = True
+        if seed in self.seeds_ or name in self.states_:
+            raise ValueError(f"RNG state {name!r} or seed {seed} is already tracked")
+        self.seeds_.add(seed)
+        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+    @contextlib.contextmanager
+    def fork(self, name: str = tp_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+def _install_cpu_layer() -> None:
+    torch.Tensor.type = _tensor_type
+    tp_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    tp_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    tp_random.CudaRNGStatesTracker = _CpuRngStatesTracker
+    cpu_torch = _CpuTorch()
+    for name in _CUDA_LITERAL_MODULES:
+        importlib.import_module("megatron.core." + name).torch = cpu_torch
+
+
+def _mend_optimizer_loading() -> None:
+    """Per-parameter `step` of torch's AdamW through `DistributedOptimizer`'s state dicts."""
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    state_dict, load_state_dict = (
+        DistributedOptimizer.state_dict,
+        DistributedOptimizer.load_state_dict,
+    )
+
+    def set_states_with_step(self, model_param, tensors):
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        return set_states(self, model_param, tensors)
+
+    def state_dict_of_fresh(self):
+        ensure_adam_state(self.optimizer)
+        return state_dict(self)
+
+    def load_with_own_steps(self, loaded):
+        result = load_state_dict(self, loaded)
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].clone()
+        return result
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_with_step
+    DistributedOptimizer.state_dict = state_dict_of_fresh
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+def ensure_adam_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that have not been stepped yet their zero Adam state (torch makes it lazily)."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not optimizer.state[param]:
+                optimizer.state[param].update(
+                    step=torch.zeros((), dtype=torch.float32),
+                    exp_avg=torch.zeros_like(param),
+                    exp_avg_sq=torch.zeros_like(param),
+                )
+
+
+if not device.is_cuda():
+    _install_cpu_layer()
+_mend_optimizer_loading()

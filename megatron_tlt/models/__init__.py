@@ -1,0 +1,1 @@
+"""Models on megatron-core modules: back-end providers, presets, construction, initialisation."""

@@ -1,0 +1,209 @@
+"""Which modules stand at each place of a layer: the `local` back-end, on CPU and on CUDA.
+
+Shapes: s sequence, b batch, h hidden, n query heads, g key/value groups, d head dim, t TP size.
+The classes are megatron-core's own, subclassed where they cost time or memory that they need not:
+linears add the bias inside the GEMM, attention is torch's scaled_dot_product_attention (no [b, n, s, s]
+scores are kept), norms carry the sequence-parallel mark that torch's own lack.
+"""
+
+from megatron_tlt import mcore  # noqa: F401  (before megatron.core)
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+
+class LocalNorm:
+    """LayerNorm or RMSNorm by `config.normalization`, marked for sequence parallelism.
+
+    megatron-core's own wrapper refuses sequence parallelism because torch's norms do not carry the
+    `sequence_parallel` attribute by which gradients of replicated parameters are summed over TP.
+    """
+
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> torch.nn.Module:
+        kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class LocalColumnParallelLinear(ColumnParallelLinear):
+    """`[s, b, h] -> [s, b, out/t]`; on one TP rank a plain `F.linear`, the bias inside the GEMM.
+
+    Unlike megatron's, it never hands the bias back to be added later (`skip_bias_add`): that costs a
+    pass over the activations, and a bias that leaves a recomputed MLP sends its backward into endless
+    recursion.
+    """
+
+    def __init__(self, *args: object, skip_bias_add: bool = False, **options: object) -> None:
+        super().__init__(*args, skip_bias_add=False, **options)
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        if self.tp_group.size() > 1:
+            return super().forward(input_, weight, runtime_gather_output)
+        return F.linear(input_, self.weight if weight is None else weight, self.bias), None
+
+
+class LocalRowParallelLinear(RowParallelLinear):
+    """`[s, b, in/t] -> [s, b, h]`; on one TP rank a plain `F.linear`, the bias inside the GEMM.
+
+    It adds its bias itself, for the reasons given above.
+    """
+
+    def __init__(self, *args: object, skip_bias_add: bool = False, **options: object) -> None:
+        super().__init__(*args, skip_bias_add=False, **options)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if self.tp_group.size() > 1:
+            return super().forward(input_)
+        return F.linear(input_, self.weight, self.bias), None
+
+
+class LocalCoreAttention(MegatronModule):
+    """Causal attention by `scaled_dot_product_attention`; grouped queries without repeating keys.
+
+    Takes query `[s, b, n/t, d]`, key and value `[s, b, g/t, d]`, gives `[s, b, n/t * d]`. An
+    `attention_mask` (bool, true = hidden, broadcastable to `[b, n, s, s]`) replaces the causal one.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: object = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = float(dropout)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        assert attention_bias is None and packed_seq_params is None, "not part of this back-end"
+        if self.training and self.dropout > 0.0:
+            with get_cuda_rng_tracker().fork():
+                return self._attend(query, key, value, attention_mask)
+        return self._attend(query, key, value, attention_mask)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        s, b, n, d = query.shape
+        context = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),  # [b, n, s, d]
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            attn_mask=None if attention_mask is None else ~attention_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=attention_mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=key.shape[2] != n,
+        )
+        return context.permute(2, 0, 1, 3).reshape(s, b, n * d)
+
+
+def mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Mark the split weights of `model` as megatron does while it draws them (which we do elsewhere).
+
+    Clipping counts an unmarked weight on the first TP rank only, and initialisation cuts by these marks.
+    A gated fc1 holds [gate; up] on each rank: two blocks, each split on its own (stride 2).
+    """
+    gated = {m.linear_fc1 for m in model.modules() if isinstance(m, MLP) and _is_gated(m)}
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
+            dim, stride = 0, 2 if module in gated else 1
+        elif isinstance(module, RowParallelLinear):
+            dim, stride = 1, 1
+        else:
+            continue
+        if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(module.weight, True, dim, stride)
+
+
+def _is_gated(mlp: MLP) -> bool:
+    return mlp.config.gated_linear_unit
+
+
+def local_layer_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
+    """The decoder layer of the `local` back-end.
+
+    Its norms are saved under the names that Transformer Engine's fused norm + linear uses, so
+    checkpoints of the two back-ends are interchangeable.
+    """
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=LocalNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=LocalColumnParallelLinear,
+                    core_attention=LocalCoreAttention,
+                    linear_proj=LocalRowParallelLinear,
+                    q_layernorm=LocalNorm if qk_layernorm else IdentityOp,
+                    k_layernorm=LocalNorm if qk_layernorm else IdentityOp,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=LocalNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(
+                    linear_fc1=LocalColumnParallelLinear, linear_fc2=LocalRowParallelLinear
+                ),
+            ),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
+        ),
+    )
+
+
+def block_spec(layer_spec: ModuleSpec, *, num_layers: int) -> TransformerBlockSubmodules:
+    """`num_layers` layers (those of one pipeline chunk) and the final norm."""
+    return TransformerBlockSubmodules(layer_specs=[layer_spec] * num_layers, layer_norm=LocalNorm)

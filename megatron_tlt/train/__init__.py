@@ -1,0 +1,1 @@
+"""Training: one model, one optimizer, no RL words."""
