@@ -3,15 +3,18 @@
 Two kinds of change, each with the place it mends:
 1. CPU layer (only where there is no CUDA): megatron-core names `device="cuda"` literally in factory calls,
    asks `Tensor.type()` for a CUDA type, and keeps dropout state in CUDA generators.
-2. Optimizer loading (wherever torch's AdamW stands in for Apex/TE FusedAdam, on GPU too): torch keeps
-   `step` per parameter, megatron-core expects it per group. Unmended, a fresh optimizer cannot load, the
-   fully reshardable format raises KeyError('step'), and after a load all parameters share one step tensor
-   that each of them increments.
+2. Checkpoint writing: megatron-core starts a manager process that re-imports the program (seconds, and a
+   hang where the program is not importable) and forks a writer per file. Here the saving rank writes its
+   files itself.
+Its saving and loading of the distributed optimizer's state over torch's AdamW is wrong in four ways (a fresh
+one cannot load, KeyError('step'), one step tensor shared by all parameters, moments of a buffer's last
+parameter lost); `train/optimizer_state.py` does that instead.
 """
 
 import contextlib
 import functools
 import importlib
+import queue
 import sys
 import types
 import warnings
@@ -31,12 +34,14 @@ for _message in (
     "If you are using transformer_engine as the transformer implementation",
     "torch.distributed.*(_tensor|_base)` is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
+    "`load_state_dict` is deprecated and will be removed in future versions. Please use `load`",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
 ):
     warnings.filterwarnings("ignore", message=f".*{_message}")
 if not device.is_cuda():
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
 
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.tensor_parallel import random as tp_random  # noqa: E402
 
 MEGATRON_CORE_VERSION = "0.16.1"
@@ -124,37 +129,6 @@ def _install_cpu_layer() -> None:
         importlib.import_module("megatron.core." + name).torch = cpu_torch
 
 
-def _mend_optimizer_loading() -> None:
-    """Per-parameter `step` of torch's AdamW through `DistributedOptimizer`'s state dicts."""
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-    state_dict, load_state_dict = (
-        DistributedOptimizer.state_dict,
-        DistributedOptimizer.load_state_dict,
-    )
-
-    def set_states_with_step(self, model_param, tensors):
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        if "step" in state and "step" not in tensors:
-            tensors = {**tensors, "step": state["step"]}
-        return set_states(self, model_param, tensors)
-
-    def state_dict_of_fresh(self):
-        ensure_adam_state(self.optimizer)
-        return state_dict(self)
-
-    def load_with_own_steps(self, loaded):
-        result = load_state_dict(self, loaded)
-        for state in self.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
-        return result
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_with_step
-    DistributedOptimizer.state_dict = state_dict_of_fresh
-    DistributedOptimizer.load_state_dict = load_with_own_steps
-
-
 def ensure_adam_state(optimizer: torch.optim.Optimizer) -> None:
     """Give parameters that have not been stepped yet their zero Adam state (torch makes it lazily)."""
     if not isinstance(optimizer, torch.optim.AdamW):
@@ -169,6 +143,36 @@ def ensure_adam_state(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+class _NoCount:
+    """Stands for the queue by which forked writers report that they are done."""
+
+    def get(self) -> None: ...
+
+    def task_done(self) -> None: ...
+
+
+def _write_in_process(transforms, use_msc, rank, write_buckets, results_queue) -> None:
+    """Write this rank's buckets one after the other, each fsynced; the first error is what is put."""
+    local, written = queue.Queue(), {}
+    for number, bucket in enumerate(write_buckets):
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, local, _NoCount(), True, use_msc=use_msc
+        )
+        _, result = local.get_nowait()
+        if isinstance(result, Exception):
+            results_queue.put(result)
+            return
+        written[number] = result
+    results_queue.put(written)
+
+
+def _write_checkpoints_in_process() -> None:
+    filesystem_async._get_write_results_queue = queue.Queue
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(
+        _write_in_process
+    )
+
+
 if not device.is_cuda():
     _install_cpu_layer()
-_mend_optimizer_loading()
+_write_checkpoints_in_process()
