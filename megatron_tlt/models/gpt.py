@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 from megatron_tlt import device
@@ -53,6 +54,8 @@ class ModelConfig:
     """Epsilon of the norms; default 1e-5."""
     swiglu: bool | None = None
     """Gated MLP with SiLU instead of GELU; default true."""
+    openai_gelu: bool | None = None
+    """Tanh approximation of GELU (GPT-2's own) instead of the exact one; default false."""
     add_bias_linear: bool | None = None
     """Biases in all linear layers; default false."""
     add_qkv_bias: bool | None = None
@@ -135,6 +138,8 @@ class ModelConfig:
                 f"model.seq_length={self.seq_length} exceeds max_position_embeddings="
                 f"{self.max_position_embeddings}"
             )
+        if self.openai_gelu and self.swiglu:
+            raise ValueError("model.openai_gelu needs model.swiglu=false")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be in [0, 1)")
@@ -189,6 +194,7 @@ _DEFAULTS: dict[str, object] = dict(
     normalization="RMSNorm",
     norm_epsilon=1e-5,
     swiglu=True,
+    openai_gelu=False,
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
@@ -230,8 +236,14 @@ def _shape_fields(model: ModelConfig) -> dict[str, object]:
     return {name: getattr(model, name) for name in same} | dict(
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=model.swiglu,
-        activation_func=F.silu if model.swiglu else F.gelu,
+        activation_func=_activation(model),
     )
+
+
+def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if model.swiglu:
+        return F.silu
+    return partial(F.gelu, approximate="tanh") if model.openai_gelu else F.gelu
 
 
 def _parallel_fields(parallel: ParallelConfig) -> dict[str, object]:

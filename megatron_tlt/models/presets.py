@@ -3,7 +3,7 @@
 _GPT2 = dict(
     normalization="LayerNorm", norm_epsilon=1e-5, swiglu=False, add_bias_linear=True,
     add_qkv_bias=True, position_embedding_type="learned_absolute",
-    untie_embeddings_and_output_weights=False, seq_length=1024,
+    untie_embeddings_and_output_weights=False, openai_gelu=True, seq_length=1024,
 )  # fmt: skip
 _LLAMA = dict(
     normalization="RMSNorm", norm_epsilon=1e-5, swiglu=True, add_bias_linear=False,
