@@ -78,9 +78,12 @@ class TrainState:
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_train_tokens: int = 0
-    consumed_valid_samples: int = 0
     skipped_iterations: int = 0
+    """Steps whose update was not made."""
     nan_iterations: int = 0
+    """Steps whose loss was not finite."""
+    nan_grad_norms: int = 0
+    """Steps whose gradient norm was not finite."""
     optimizer_step: int = 0
     scheduler: dict[str, object] = field(default_factory=dict)
     model: dict[str, object] = field(default_factory=dict)

@@ -1,5 +1,7 @@
 """Optimizer, learning-rate schedule and data-parallel wrapping from one configuration."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -149,6 +151,26 @@ def wrap_data_parallel(
     return wrapped
 
 
+@contextmanager
+def gathered_parameters(chunks: list[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, every rank holds the parameters of the last update in full, and no hook gathers them.
+
+    With overlap_param_gather they arrive during the next forward pass: evaluating or saving before that
+    would use old values of what other ranks updated.
+    """
+    overlapped = [chunk for chunk in chunks if chunk.ddp_config.overlap_param_gather]
+    config = chunks[0].config
+    sync_func, config.param_sync_func = config.param_sync_func, None
+    for chunk in overlapped:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()
+        config.param_sync_func = sync_func
+
+
 def build_optimizer(
     chunks: list[DistributedDataParallel], config: OptimizerConfig, parallel: Parallel
 ) -> MegatronOptimizer:
@@ -189,24 +211,28 @@ def build_scheduler(
     config: OptimizerConfig,
     *,
     train_iters: int,
-    global_batch_size: int,
+    samples_after: Callable[[int], int],
 ) -> OptimizerParamScheduler:
-    """Learning rate and weight decay over consumed samples, as Megatron counts them, so that a batch
-    ramp-up stretches the schedule in iterations and not in data."""
+    """Learning rate and weight decay over consumed samples, as Megatron counts them.
+
+    `samples_after(n)` is the number of samples in the first n iterations: n times the global batch size,
+    or less during a ramp-up, so that warm-up and decay end at the iterations that the configuration says.
+    """
     decay, warmup = config.schedule_iters(train_iters)
     wsd = config.lr_wsd_decay_iters
+    decay_samples = samples_after(decay)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=config.lr_warmup_init,
         max_lr=config.lr,
         min_lr=config.min_lr,
-        lr_warmup_steps=warmup * global_batch_size,
-        lr_decay_steps=decay * global_batch_size,
+        lr_warmup_steps=samples_after(warmup),
+        lr_decay_steps=decay_samples,
         lr_decay_style=config.lr_decay_style,
         start_wd=config.start_weight_decay,
         end_wd=config.end_weight_decay,
-        wd_incr_steps=train_iters * global_batch_size,
+        wd_incr_steps=samples_after(train_iters),
         wd_incr_style=config.weight_decay_incr_style,
-        wsd_decay_steps=None if wsd is None else wsd * global_batch_size,
+        wsd_decay_steps=None if wsd is None else decay_samples - samples_after(decay - wsd),
         lr_wsd_decay_style=config.lr_wsd_decay_style,
     )

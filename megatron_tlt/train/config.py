@@ -1,0 +1,140 @@
+"""What a pretraining run is told: the loop's own settings, and all sections together."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_tlt.data.pretrain import DataConfig
+from megatron_tlt.data.tokenizer import TokenizerConfig
+from megatron_tlt.models.gpt import ModelConfig
+from megatron_tlt.parallel import ParallelConfig
+from megatron_tlt.train.batch_size import BatchSchedule, build_batch_schedule
+from megatron_tlt.train.checkpoint import CheckpointConfig
+from megatron_tlt.train.optimizer import OptimizerConfig
+
+import torch
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingConfig:
+    """How long, how much at a time, and when to look (Megatron's spelling)."""
+
+    train_iters: int
+    """Optimizer steps of the whole run, those before a resume included."""
+    global_batch_size: int
+    """Samples per step over all ranks."""
+    micro_batch_size: int = 1
+    """Samples per forward pass of one rank; the rest of the batch is accumulated."""
+    rampup_batch_size: list[int] | None = None
+    """Batch size ramp-up: start, increment, samples over which it grows to global_batch_size."""
+    seed: int = 1234
+    """Seed of initial weights, data order and dropout."""
+    bf16: bool = False
+    """Weights and activations in bfloat16, with fp32 master weights and gradient sums; else fp32."""
+    eval_interval: int | None = None
+    """Steps between evaluations; none: only after the last step."""
+    eval_iters: int = 10
+    """Global batches per evaluation, the same first ones of the validation split each time; 0: never."""
+    nonfinite_policy: Literal["stop", "skip"] = "stop"
+    """When loss or gradient norm is NaN or infinite on any rank: end the run before the update, or skip
+    the update of that step."""
+    max_skipped_iterations: int = 10
+    """With skip: this many skipped steps in a row end the run."""
+    exit_interval: int | None = None
+    """Save and end the run after an iteration that is a multiple of this."""
+
+    def __post_init__(self) -> None:
+        positive = ("train_iters", "global_batch_size", "micro_batch_size", "max_skipped_iterations")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"training.{name}={getattr(self, name)} must be at least 1")
+        for name in ("eval_interval", "exit_interval"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"training.{name}={getattr(self, name)} must be at least 1")
+        if self.eval_iters < 0:
+            raise ValueError(f"training.eval_iters={self.eval_iters} must not be negative")
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggingConfig:
+    """Where a run's numbers go."""
+
+    log_interval: int = 10
+    """Iterations per log line; values are means over them."""
+    log_dir: str | None = None
+    """Folder of config.yaml, metrics.jsonl and TensorBoard events; default: `logs` in checkpoint.save,
+    else `logs` in the current folder."""
+    tensorboard_dir: str | None = None
+    """Folder of the TensorBoard events; default: `tensorboard` in log_dir."""
+    peak_tflops: float | None = None
+    """Peak TFLOP/s of one device, for MFU; default: the data sheet's, or measured on a CPU."""
+
+    def __post_init__(self) -> None:
+        if self.log_interval < 1:
+            raise ValueError(f"logging.log_interval={self.log_interval} must be at least 1")
+        if self.peak_tflops is not None and self.peak_tflops <= 0:
+            raise ValueError(f"logging.peak_tflops={self.peak_tflops} must be above 0")
+
+
+@dataclass(kw_only=True, slots=True)
+class PretrainConfig:
+    """A pretraining run. Every key here is a key of the YAML file and of the command line."""
+
+    model: ModelConfig
+    """Shape of the model."""
+    parallel: ParallelConfig
+    """Layout over the ranks."""
+    tokenizer: TokenizerConfig
+    """Tokenizer."""
+    data: DataConfig
+    """Training, validation and test data."""
+    training: TrainingConfig
+    """The loop."""
+    optimizer: OptimizerConfig
+    """AdamW, schedules, gradient reduction."""
+    checkpoint: CheckpointConfig
+    """Saving and resuming."""
+    logging: LoggingConfig
+    """Log line, metrics files."""
+
+    def batch_schedule(self, world_size: int) -> BatchSchedule:
+        """Checked global batch sizes for that many ranks. Raises ValueError with the numbers."""
+        data_parallel_size = self.parallel.data_parallel_size(world_size)
+        schedule = build_batch_schedule(
+            self.training.global_batch_size,
+            self.training.rampup_batch_size,
+            micro_batch_size=self.training.micro_batch_size,
+            data_parallel_size=data_parallel_size,
+        )
+        pipeline = self.parallel.pipeline_model_parallel_size
+        if self.parallel.num_model_chunks > 1:
+            for size in schedule.sizes():
+                microbatches = size // (self.training.micro_batch_size * data_parallel_size)
+                if microbatches % pipeline:
+                    raise ValueError(
+                        f"the interleaved schedule needs micro-batches per step divisible by "
+                        f"pipeline_model_parallel_size={pipeline}; global batch size {size} gives "
+                        f"{microbatches}"
+                    )
+        return schedule
+
+    def check(self, world_size: int) -> None:
+        """All checks that need no process group. Raises ValueError with the numbers."""
+        self.batch_schedule(world_size)
+        self.model.check_layout(self.parallel)
+        self.optimizer.schedule_iters(self.training.train_iters)
+
+    @property
+    def log_dir(self) -> Path:
+        if self.logging.log_dir is not None:
+            return Path(self.logging.log_dir)
+        return Path(self.checkpoint.save or ".") / "logs"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        given = self.logging.tensorboard_dir
+        return Path(given) if given is not None else self.log_dir / "tensorboard"
