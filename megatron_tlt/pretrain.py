@@ -1,4 +1,4 @@
-"""Pretrain a model: `torchrun --nproc_per_node N -m megatron_tlt.pretrain --config run.yaml [--key value]`."""
+"""Pretrain: `torchrun --nproc_per_node N -m megatron_tlt.pretrain --config run.yaml [--key value]`."""
 
 import os
 import sys

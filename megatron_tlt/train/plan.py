@@ -21,6 +21,7 @@ def describe_plan(config: PretrainConfig, *, vocab_size: int, world_size: int) -
     batch = training.global_batch_size
     per_token = flops_per_token(model, padded_vocab_size=padded)
     tokens = batch * model.seq_length
+    samples = config.batch_schedule(world_size).samples_after(training.train_iters)
     lines = [
         f" layout: {world_size} ranks = tensor {parallel.tensor_model_parallel_size} x pipeline "
         f"{parallel.pipeline_model_parallel_size} (virtual {parallel.num_model_chunks}) x data "
@@ -30,8 +31,8 @@ def describe_plan(config: PretrainConfig, *, vocab_size: int, world_size: int) -
         f"{training.micro_batch_size} per rank",
         f" vocabulary: {vocab_size} padded to {padded}",
         f" parameters: {counts.total:,}",
-        f" FLOPs per step: {per_token * tokens:.4e} ({per_token:.4e} per token), whole run: "
-        f"{per_token * model.seq_length * config.batch_schedule(world_size).samples_after(training.train_iters):.4e}",
+        f" FLOPs per step: {per_token * tokens:.4e} ({per_token:.4e} per token), "
+        f"whole run: {per_token * model.seq_length * samples:.4e}",
     ]
     return "\n".join(lines + _memory_lines(config, padded, data_parallel))
 

@@ -39,6 +39,8 @@ def pretrain(run: PretrainRun) -> TrainState:
     batches = _train_batches(run)
     training, state = run.config.training, run.state
     skipped_in_a_row = 0
+    if state.iteration >= training.train_iters:
+        logger.nothing_to_do()
     try:
         while state.iteration < training.train_iters:
             began = time.perf_counter()
@@ -256,6 +258,10 @@ class RunLogger:
         )
         metrics = {"lm loss validation": loss, "lm loss validation ppl": perplexity(loss)}
         self._write("validation", metrics)
+
+    def nothing_to_do(self) -> None:
+        done, wanted = self._run.state.iteration, self._run.config.training.train_iters
+        self._say(f" the checkpoint is at iteration {done} of {wanted}: nothing to do")
 
     def saved(self, seconds: float | None) -> None:
         if seconds is None:
