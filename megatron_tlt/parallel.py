@@ -5,12 +5,15 @@ Everything else receives groups as arguments (`Parallel.groups`, a megatron `Pro
 
 import datetime
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron_tlt import device, mcore  # noqa: F401  (mcore before megatron.core)
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -164,12 +167,14 @@ def init_parallel(config: ParallelConfig, *, seed: int) -> Parallel:
                 device.backend(), store=store, rank=0, world_size=1, timeout=timeout
             )
     release_model_parallel()
-    parallel_state.initialize_model_parallel(
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-        config.virtual_pipeline_model_parallel_size if config.num_model_chunks > 1 else None,
-        distributed_timeout_minutes=config.distributed_timeout_minutes,
-    )
+    with _shared_groups():
+        parallel_state.initialize_model_parallel(
+            config.tensor_model_parallel_size,
+            config.pipeline_model_parallel_size,
+            config.virtual_pipeline_model_parallel_size if config.num_model_chunks > 1 else None,
+            distributed_timeout_minutes=config.distributed_timeout_minutes,
+            create_gloo_process_groups=False,
+        )
     seed_everything(seed)
     return _read_parallel(config, local_rank=local_rank)
 
@@ -198,10 +203,37 @@ def seed_everything(seed: int) -> None:
     )
 
 
+@contextmanager
+def _shared_groups() -> Iterator[None]:
+    """On gloo, make one group per set of ranks, where megatron makes one per purpose (some 25 a rank).
+
+    Every gloo group keeps threads of its own that wake up all the time, and costs a rendezvous. Sharing is
+    safe: a group's ranks issue their collectives in one order. NCCL keeps its separate communicators, which
+    let transfers of different purposes overlap.
+    """
+    create, made = parallel_state.create_group, {}
+
+    def create_once(ranks: list[int], *args: object, **options: object) -> dist.ProcessGroup:
+        if tuple(ranks) not in made:
+            made[tuple(ranks)] = create(ranks, *args, **options)
+        return made[tuple(ranks)]
+
+    if device.backend() == "gloo":
+        parallel_state.create_group = create_once
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
+
+
 def release_model_parallel() -> None:
-    """Drop megatron's groups but stay in the world, so that another layout can be set up in it."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    """End megatron's groups but stay in the world, so that another layout can be set up in it."""
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()  # forgets its groups, and leaves their threads running
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def shutdown_parallel() -> None:

@@ -190,7 +190,10 @@ def build_optimizer(
         overlap_param_gather=config.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
-        mcore_config, chunks, config_overrides=get_standard_config_overrides(mcore_config)
+        mcore_config,
+        chunks,
+        config_overrides=get_standard_config_overrides(mcore_config),
+        use_gloo_process_groups=False,  # only its unsharded checkpoint formats need them
     )
     for inner in inner_optimizers(optimizer):
         if isinstance(inner, torch.optim.AdamW):

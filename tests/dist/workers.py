@@ -5,9 +5,13 @@ imports. A task is a module-level function; it runs on every rank and the list o
 """
 
 import atexit
+import ctypes
+import gc
 import multiprocessing
 import os
+import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -96,7 +100,15 @@ class GlooPool:
             process.join(timeout=10)
 
 
+def _die_with_parent() -> None:
+    """Linux: a worker in the middle of a collective must not outlive a killed pytest."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+    _die_with_parent()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -111,6 +123,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
             function, args = pipe.recv()
         except EOFError:
             return
+        gc.collect()  # what the last task left in cycles holds process groups, hence threads
         try:
             pipe.send((True, function(*args)))
         except Exception:  # the process boundary: the traceback goes to the test
