@@ -1,0 +1,25 @@
+# Sourced by quickstart.sh and test.sh: makes the virtual environment once and sets PYTHON.
+# VENV names its folder (default .venv); PYTHON_BASE the interpreter it is made from (default python3).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+VENV="${VENV:-.venv}"
+requirements=requirements.txt
+index=(--extra-index-url https://download.pytorch.org/whl/cpu)
+if command -v nvidia-smi > /dev/null && nvidia-smi -L > /dev/null 2>&1; then
+    requirements=requirements-gpu.txt
+    index=()
+fi
+
+# The stamp is written last, so an installation that was interrupted is done again.
+stamp="$VENV/.installed-$(cat requirements.txt requirements-gpu.txt | cksum | cut -d' ' -f1)"
+if [ ! -e "$stamp" ]; then
+    echo "== installing $requirements into $VENV (about 3 minutes)"
+    "${PYTHON_BASE:-python3}" -m venv "$VENV"
+    # Torch first, by itself: where the CPU index is out of reach, PyPI's build of the same version is taken.
+    "$VENV/bin/pip" install --quiet --retries 1 "${index[@]}" "$(grep '^torch==' requirements.txt)"
+    "$VENV/bin/pip" install --quiet -r "$requirements"
+    touch "$stamp"
+fi
+PYTHON="$VENV/bin/python"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
