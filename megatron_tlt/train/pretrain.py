@@ -105,7 +105,7 @@ def _check_finite(run: PretrainRun, result: StepResult, skipped_in_a_row: int) -
         raise NonFiniteError(f"{what} (training.nonfinite_policy=stop)")
     if skipped_in_a_row > training.max_skipped_iterations:
         raise NonFiniteError(
-            f"{what}, the {skipped_in_a_row}th time in a row "
+            f"{what}, {skipped_in_a_row} times in a row "
             f"(training.max_skipped_iterations={training.max_skipped_iterations})"
         )
 
