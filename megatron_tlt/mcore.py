@@ -1,11 +1,12 @@
 """The seam to megatron-core 0.16.1: import this before any `megatron.core` module.
 
-Two kinds of change, each with the place it mends:
+Three kinds of change, each with the place it mends:
 1. CPU layer (only where there is no CUDA): megatron-core names `device="cuda"` literally in factory calls,
    asks `Tensor.type()` for a CUDA type, and keeps dropout state in CUDA generators.
 2. Checkpoint writing: megatron-core starts a manager process that re-imports the program (seconds, and a
    hang where the program is not importable) and forks a writer per file. Here the saving rank writes its
    files itself.
+3. Start-up on CPU: its import does not load torch's compiler.
 Its saving and loading of the distributed optimizer's state over torch's AdamW is wrong in four ways (a fresh
 one cannot load, KeyError('step'), one step tensor shared by all parameters, moments of a buffer's last
 parameter lost); `train/optimizer_state.py` does that instead.
@@ -14,6 +15,7 @@ parameter lost); `train/optimizer_state.py` does that instead.
 import contextlib
 import functools
 import importlib
+import logging
 import queue
 import sys
 import types
@@ -40,9 +42,32 @@ for _message in (
     warnings.filterwarnings("ignore", message=f".*{_message}")
 if not device.is_cuda():
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
+# It knows its own MLP class only; ours takes the same group from where megatron-core keeps it.
+logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(
+    lambda record: "Unknown MLP type" not in record.getMessage()
+)
 
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
-from megatron.core.tensor_parallel import random as tp_random  # noqa: E402
+
+
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """On CPU, take `torch.compile` away while megatron-core is imported.
+
+    It decorates its fused functions at import, which loads torch's compiler (half of the start-up time) for
+    functions that `transformer_config` keeps off: a first call would run a C++ compiler for half a minute.
+    """
+    compiler = torch.compile
+    if not device.is_cuda():
+        torch.compile = lambda function=None, **_: function or (lambda decorated: decorated)
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
+with _without_compiler():
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.tensor_parallel import random as tp_random
 
 MEGATRON_CORE_VERSION = "0.16.1"
 

@@ -2,15 +2,25 @@
 
 Shapes: s sequence, b batch, h hidden, n query heads, g key/value groups, d head dim, t TP size.
 The classes are megatron-core's own, subclassed where they cost time or memory that they need not:
-linears add the bias inside the GEMM, attention is torch's scaled_dot_product_attention (no [b, n, s, s]
-scores are kept), norms carry the sequence-parallel mark that torch's own lack.
+linears add the bias inside the GEMM and their weight gradient to Megatron's buffer (ops/linear.py),
+attention is torch's scaled_dot_product_attention (no [b, n, s, s] scores are kept), SwiGLU, RMSNorm and the
+rotary split are single autograd functions (ops/fused.py), norms carry the sequence-parallel mark.
+
+A subclass that computes with part of the weights (a subnet) overrides `forward` and `_forward_impl` of the
+two linears, or hands `weight` to the column-parallel one; attention and MLP take their sizes from the
+tensors and from `num_attention_heads_per_partition` and `num_query_groups_per_partition`.
 """
 
+import functools
+
 from megatron_tlt import mcore  # noqa: F401  (before megatron.core)
+from megatron_tlt.ops.fused import Tables, rms_norm, rotary_tables, split_rotary, swiglu
+from megatron_tlt.ops.linear import embedding, gemm_dtype, linear
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import (
@@ -30,6 +40,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
+class LocalRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm as one autograd function; torch's own is a chain of six on CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
 class LocalNorm:
     """LayerNorm or RMSNorm by `config.normalization`, marked for sequence parallelism.
 
@@ -40,7 +57,7 @@ class LocalNorm:
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> torch.nn.Module:
-        kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else torch.nn.RMSNorm
+        kind = torch.nn.LayerNorm if config.normalization == "LayerNorm" else LocalRMSNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
@@ -48,7 +65,7 @@ class LocalNorm:
 
 
 class LocalColumnParallelLinear(ColumnParallelLinear):
-    """`[s, b, h] -> [s, b, out/t]`; on one TP rank a plain `F.linear`, the bias inside the GEMM.
+    """`[s, b, h] -> [s, b, out/t]`; the bias inside the GEMM, the weight gradient into `main_grad`.
 
     Unlike megatron's, it never hands the bias back to be added later (`skip_bias_add`): that costs a
     pass over the activations, and a bias that leaves a recomputed MLP sends its backward into endless
@@ -66,11 +83,22 @@ class LocalColumnParallelLinear(ColumnParallelLinear):
     ) -> tuple[torch.Tensor, None]:
         if self.tp_group.size() > 1:
             return super().forward(input_, weight, runtime_gather_output)
-        return F.linear(input_, self.weight if weight is None else weight, self.bias), None
+        return linear(input_, self.weight if weight is None else weight, self.bias), None
+
+    def _forward_impl(self, input, weight, *, bias=None, allreduce_dgrad=False, **options):
+        """megatron-core's GEMM with its collectives, by ours."""
+        return linear(
+            input,
+            weight,
+            bias,
+            group=self.tp_group,
+            allreduce_dgrad=allreduce_dgrad,
+            sequence_parallel=options["sequence_parallel"],
+        )
 
 
 class LocalRowParallelLinear(RowParallelLinear):
-    """`[s, b, in/t] -> [s, b, h]`; on one TP rank a plain `F.linear`, the bias inside the GEMM.
+    """`[s, b, in/t] -> [s, b, h]`; on one TP rank the bias is added inside the GEMM.
 
     It adds its bias itself, for the reasons given above.
     """
@@ -81,7 +109,11 @@ class LocalRowParallelLinear(RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         if self.tp_group.size() > 1:
             return super().forward(input_)
-        return F.linear(input_, self.weight, self.bias), None
+        return linear(input_, self.weight, self.bias), None
+
+    def _forward_impl(self, input, weight, *, bias=None, **_: object):
+        """megatron-core's GEMM, by ours; the caller reduces the output."""
+        return linear(input, weight, bias, group=self.tp_group)
 
 
 class LocalCoreAttention(MegatronModule):
@@ -131,17 +163,101 @@ class LocalCoreAttention(MegatronModule):
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
         s, b, n, d = query.shape
+        dtype = gemm_dtype(query)
         context = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),  # [b, n, s, d]
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
+            query.permute(1, 2, 0, 3).to(dtype),  # [b, n, s, d]
+            key.permute(1, 2, 0, 3).to(dtype),
+            value.permute(1, 2, 0, 3).to(dtype),
             attn_mask=None if attention_mask is None else ~attention_mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=attention_mask is None,
             scale=self.softmax_scale,
             enable_gqa=key.shape[2] != n,
         )
-        return context.permute(2, 0, 1, 3).reshape(s, b, n * d)
+        return context.to(query.dtype).permute(2, 0, 1, 3).reshape(s, b, n * d)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_tables(angles: torch.Tensor, dtype: torch.dtype) -> Tables:
+    """`rotary_tables` of a tensor that every layer of every step is given again."""
+    with torch.inference_mode(False):  # the first to ask may be in it, the next to ask may train
+        return rotary_tables(angles, dtype)
+
+
+class LocalSelfAttention(SelfAttention):
+    """megatron-core's SelfAttention; with rotary embedding it splits and turns in one function.
+
+    Everything else (norms of queries and keys, inference contexts, selective recompute) is the parent's.
+    """
+
+    _tables: Tables | None = None  # of the forward pass that is running
+
+    def forward(self, hidden_states: torch.Tensor, *args: object, **options: object):
+        """`[s, b, h]` -> (`[s, b, h]`, None)."""
+        angles = options.get("rotary_pos_emb")
+        if isinstance(angles, torch.Tensor) and self._turns_in_one(angles, options):
+            options["rotary_pos_emb"] = None
+            self._tables = _cached_tables(angles, hidden_states.dtype)
+        try:
+            return super().forward(hidden_states, *args, **options)
+        finally:
+            self._tables = None
+
+    def _turns_in_one(self, angles: torch.Tensor, options: dict[str, object]) -> bool:
+        return (
+            options.get("inference_context") is None
+            and options.get("inference_params") is None
+            and options.get("packed_seq_params") is None
+            and angles.shape[-1] == self.hidden_size_per_attention_head
+            and not self.config.rotary_interleaved
+            and not self.config.qk_layernorm
+        )
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args, **options):
+        """Query `[s, b, n/t, d]`, key and value `[s, b, g/t, d]`."""
+        if self._tables is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **options)
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups = self.num_query_groups_per_partition
+        per_group = self.num_attention_heads_per_partition // groups
+        return split_rotary(mixed, groups=groups, per_group=per_group, tables=self._tables)
+
+
+class LocalMLP(MLP):
+    """megatron-core's MLP, its SwiGLU one function that keeps fc1's output only."""
+
+    def forward(self, hidden_states: torch.Tensor, per_token_scale=None, **options: object):
+        """`[s, b, h]` -> (`[s, b, h]`, None)."""
+        config = self.config
+        is_swiglu = config.gated_linear_unit and config.activation_func is F.silu
+        if not is_swiglu or per_token_scale is not None or config.activation_func_clamp_value:
+            return super().forward(hidden_states, per_token_scale, **options)
+        gate_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(swiglu(gate_up))
+
+
+class LocalEmbedding(VocabParallelEmbedding):
+    """`[b, s]` tokens -> `[b, s, h]`; on one TP rank its gradient touches the rows that occur only."""
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        if self.tp_group.size() > 1:
+            return super().forward(input_)
+        return embedding(input_, self.weight)
+
+
+def use_local_ends(model: GPTModel) -> None:
+    """Put our classes where GPTModel builds megatron's without asking a spec: embedding and head.
+
+    The modules and their parameters, and what megatron-core has marked on them, stay the same objects.
+    """
+    if model.pre_process:
+        model.embedding.word_embeddings.__class__ = LocalEmbedding
+    if model.post_process:
+        model.output_layer.__class__ = LocalColumnParallelLinear
+    if model.pre_process and model.post_process and model.share_embeddings_and_output_weights:
+        weight = model.shared_embedding_or_output_weight()
+        # Both add to main_grad: nothing has to be zeroed, and the last of the two calls the hook.
+        weight.zero_out_wgrad, weight.embedding_ends_gradient = False, True
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
@@ -177,7 +293,7 @@ def local_layer_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=LocalNorm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=LocalSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=LocalColumnParallelLinear,
@@ -190,7 +306,7 @@ def local_layer_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=LocalNorm,
             mlp=ModuleSpec(
-                module=MLP,
+                module=LocalMLP,
                 submodules=MLPSubmodules(
                     linear_fc1=LocalColumnParallelLinear, linear_fc2=LocalRowParallelLinear
                 ),

@@ -7,7 +7,9 @@ from functools import partial
 from typing import Literal
 
 from megatron_tlt import device
-from megatron_tlt.models.backend import block_spec, local_layer_spec, mark_tensor_parallel
+from megatron_tlt.models.backend import (
+    block_spec, local_layer_spec, mark_tensor_parallel, use_local_ends,
+)  # fmt: skip
 from megatron_tlt.models.presets import PRESETS
 from megatron_tlt.ops.cross_entropy import vocab_parallel_cross_entropy
 from megatron_tlt.parallel import Parallel, ParallelConfig
@@ -264,6 +266,7 @@ class GPT(GPTModel):
     def __init__(self, *, true_vocab_size: int, **options: object) -> None:
         super().__init__(**options)
         self.true_vocab_size = true_vocab_size
+        use_local_ends(self)
         mark_tensor_parallel(self)
 
     def compute_language_model_loss(
@@ -275,6 +278,7 @@ class GPT(GPTModel):
             labels.transpose(0, 1),
             vocab_size=self.true_vocab_size,
             group=self.pg_collection.tp,
+            consume_logits=True,
         )
         return loss.transpose(0, 1)
 

@@ -11,6 +11,7 @@ from functools import partial
 
 from megatron_tlt import device
 from megatron_tlt.parallel import Parallel
+from megatron_tlt.train.optimizer import inner_optimizers
 
 import torch
 import torch.distributed as dist
@@ -124,12 +125,21 @@ def train_step(
 
 
 def clip_and_update(optimizer: MegatronOptimizer, grad_norm: float) -> None:
-    """Scale the prepared gradients to norm `clip_grad` and let AdamW step."""
+    """Scale the prepared gradients to norm `clip_grad` and let AdamW step.
+
+    torch's fused AdamW scales them while it reads them, which saves a pass; it stores them scaled.
+    """
     clip = optimizer.config.clip_grad
-    parameters = optimizer.get_parameters()
-    if clip > 0.0 and parameters:
+    inner, parameters = inner_optimizers(optimizer), optimizer.get_parameters()
+    fused = all(isinstance(x, torch.optim.AdamW) and x.param_groups[0]["fused"] for x in inner)
+    clips = clip > 0.0 and grad_norm + 1e-6 > clip and parameters
+    if clips and not fused:
         clip_grad_by_total_norm_fp32(parameters, clip, grad_norm)
+    for part in inner if clips and fused else ():
+        part.grad_scale = torch.tensor((grad_norm + 1e-6) / clip, device=device.device())
     optimizer.step_with_ready_grads()
+    for part in inner if clips and fused else ():
+        del part.grad_scale
 
 
 def attach_finalizer(chunks: list[DistributedDataParallel], parallel: Parallel) -> None:
