@@ -1,4 +1,4 @@
-"""Conversions as tasks for gloo workers; apart from the tests, so that a worker imports no more than these."""
+"""Conversions as tasks for gloo workers, which import no more than these."""
 
 from megatron_tlt.bridge.convert import hf_to_megatron, megatron_to_hf
 from megatron_tlt.bridge.load import load_hf_folder

@@ -1,0 +1,1 @@
+"""Conversion between Hugging Face folders, GGUF files and checkpoints, verified against transformers."""

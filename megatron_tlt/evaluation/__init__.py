@@ -1,0 +1,1 @@
+"""What a trained model does: text out of it, and its loss on text."""
