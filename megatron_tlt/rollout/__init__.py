@@ -1,0 +1,1 @@
+"""Rollout engines behind one Protocol, drafters, and the policy that picks a speculation strategy."""

@@ -1,0 +1,1 @@
+"""The embedded engine: torch alone, CPU and CUDA, one idea per file."""

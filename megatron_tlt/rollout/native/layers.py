@@ -1,0 +1,113 @@
+"""Building blocks of the inference model: linear layers, norms, rotary tables.
+
+Legend: t tokens, h hidden, d head dim. No autograd: the engine runs under `torch.inference_mode`.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from megatron_tlt.rollout.native.shape import ModelShape
+
+# Up to so many rows a plain GEMM over [in, out] weights was at least as fast as oneDNN's packed weights:
+# few for a matrix beyond the near caches (such as the head), more for a small one.
+_PLAIN_ROWS_LARGE, _PLAIN_ROWS_SMALL, _SMALL = 2, 16, 1 << 20
+
+
+class Linear:
+    """`y = x W + b` with W kept as `[in, out]`, and packed for oneDNN beside it on a CPU in float32."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, like: torch.Tensor
+    ) -> None:
+        self.weight = like.new_zeros(in_features, out_features)
+        self.bias = like.new_zeros(out_features) if bias else None
+        self.packed: torch.Tensor | None = None
+        small = in_features * out_features < _SMALL
+        self.plain_rows = _PLAIN_ROWS_SMALL if small else _PLAIN_ROWS_LARGE
+
+    def pack(self) -> None:
+        """Refresh the packed copy; call after the weight changed."""
+        weight = self.weight
+        if weight.is_cpu and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            rows = weight.t().contiguous()
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(rows)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[t, in]` to `[t, out]`."""
+        if self.packed is not None and len(x) > self.plain_rows:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if self.bias is None:
+            return torch.mm(x, self.weight)
+        return torch.addmm(self.bias, x, self.weight)
+
+    def without_bias(self, x: torch.Tensor) -> torch.Tensor:
+        """For a sum over ranks, which must add the bias once."""
+        if self.packed is not None and len(x) > self.plain_rows:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        return torch.mm(x, self.weight)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`residual + self(x)`, in place."""
+        if self.packed is not None and len(x) > self.plain_rows:
+            return residual.add_(self(x))
+        if self.bias is not None:
+            residual.add_(self.bias)
+        return residual.addmm_(x, self.weight)
+
+
+class Norm:
+    """RMSNorm, or LayerNorm where there is a bias."""
+
+    def __init__(self, size: int, *, epsilon: float, bias: bool, like: torch.Tensor) -> None:
+        self.shape, self.epsilon = (size,), epsilon
+        self.weight = like.new_ones(size)
+        self.bias = like.new_zeros(size) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is not None:
+            return F.layer_norm(x, self.shape, self.weight, self.bias, self.epsilon)
+        return F.rms_norm(x, self.shape, self.weight, self.epsilon)
+
+
+def rotary_order(head_dim: int) -> torch.Tensor:
+    """Order that puts Hugging Face's half-split rotary pairs (i, i + d/2) side by side.
+
+    Queries and keys are stored in this order, so that a rotation is one complex product; their scores
+    do not change.
+    """
+    half = torch.arange(head_dim // 2)
+    return torch.stack((half, half + head_dim // 2), 1).flatten()
+
+
+def rotary_table(shape: ModelShape, *, device: torch.device) -> torch.Tensor:
+    """`exp(i position frequency)`, complex64 `[max_position_embeddings, d / 2]`."""
+    exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    frequency = _scaled(1.0 / shape.rotary_base**exponent, dict(shape.rope_scaling))
+    angles = torch.outer(torch.arange(shape.max_position_embeddings).float(), frequency)
+    return torch.polar(torch.ones_like(angles), angles).to(device)
+
+
+def _scaled(frequency: torch.Tensor, scaling: dict) -> torch.Tensor:
+    """Linear or Llama 3 frequency scaling, as `transformers.modeling_rope_utils` defines them."""
+    if not scaling:
+        return frequency
+    factor = scaling["factor"]
+    if "low_freq_factor" not in scaling:
+        return frequency / factor
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    context = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / frequency
+    smooth = ((context / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def rotate(x: torch.Tensor, table: torch.Tensor) -> None:
+    """Rotate `[t, n, d]` (paired order) in place by `table` `[t, 1, d / 2]`."""
+    pairs = x.unflatten(-1, (-1, 2))
+    if x.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(table)
+    else:
+        turned = torch.view_as_complex(pairs.float()) * table
+        pairs.copy_(torch.view_as_real(turned))

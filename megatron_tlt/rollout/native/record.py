@@ -1,0 +1,121 @@
+"""What the engine remembers of its steps, and the hidden states that it captures."""
+
+from collections import deque
+
+import torch
+
+from megatron_tlt.rollout.native.layers import Norm
+from megatron_tlt.rollout.native.request import Request
+from megatron_tlt.types import EngineStats, FeatureSample, StepRecord, Strategy
+
+_RECENT = 1024
+
+
+class Recorder:
+    """Counters, the newest step records, and captured features within `max_rows`."""
+
+    def __init__(self) -> None:
+        self.steps = self.tokens = self.prefill_tokens = 0
+        self.speculated_tokens = self.verify_ct = self.drafted = self.aborted = 0
+        self.recent: deque[StepRecord] = deque(maxlen=_RECENT)
+        self.max_rows = self.rows = 0
+        self.samples: list[FeatureSample] = []
+        self._prefill = (0, 0, 0.0)
+
+    def prefilled(self, prompt_tokens: int, emitted: int, seconds: float) -> None:
+        """An admission: its time and prompt tokens are reported with the step that follows."""
+        self.prefill_tokens += prompt_tokens
+        self.tokens += emitted
+        tokens, first, before = self._prefill
+        self._prefill = (tokens + prompt_tokens, first + emitted, before + seconds)
+
+    def decoded(
+        self,
+        strategy: Strategy,
+        *,
+        lengths: list[int],
+        drafted: int,
+        tokens: int,
+        seconds: tuple[float, float, float],
+    ) -> None:
+        """One decode step; `seconds` of target, draft and the rest."""
+        self.steps += 1
+        self.tokens += tokens
+        self.drafted += drafted
+        speculated = drafted > 0
+        if speculated:
+            self.speculated_tokens += tokens
+            self.verify_ct += len(lengths)
+        prompt_tokens, first, before = self._prefill
+        self._prefill = (0, 0, 0.0)
+        target, draft, other = (1000 * s for s in seconds)
+        self.recent.append(
+            StepRecord(
+                batch=len(lengths),
+                strategy=strategy,
+                tokens=tokens + first,
+                drafted=drafted,
+                accepted_by_position=tuple(
+                    sum(n > i for n in lengths) for i in range(1, max(lengths))
+                ),
+                prefill_tokens=prompt_tokens,
+                target_ms=target,
+                draft_ms=draft,
+                other_ms=other + 1000 * before,
+            )
+        )
+
+    def capture(self, request: Request, hidden: torch.Tensor, norm: Norm) -> None:
+        """Keep `hidden` `[t, h]` (one row an emitted token), after the final norm, if there is room.
+
+        A response that does not fit is dropped whole: a drafter needs aligned, complete rows.
+        """
+        if not self.max_rows:
+            return
+        if request.features is None:
+            if request.count > len(hidden):
+                return  # capture began, or gave up, in the middle of this response
+            request.features = []
+        if self.rows + len(hidden) > self.max_rows:
+            self._drop(request)
+            return
+        request.features.append(norm(hidden))
+        self.rows += len(hidden)
+
+    def _drop(self, request: Request) -> None:
+        if request.features is not None:
+            self.rows -= sum(map(len, request.features))
+            request.features = None
+
+    def finished(self, request: Request) -> None:
+        """Turn a response's rows into a sample; rows of several weight versions are dropped."""
+        if request.features and len(set(request.versions)) == 1:
+            prompt = request.group.prompt
+            self.samples.append(
+                FeatureSample(
+                    prompt_id=prompt.prompt_id,
+                    sample_index=request.sample,
+                    tokens=tuple(request.tokens[len(prompt.tokens) :]),
+                    hidden=torch.cat(request.features),
+                    weight_version=request.versions[0],
+                )
+            )
+            request.features = None
+        self._drop(request)
+
+    def take_features(self) -> list[FeatureSample]:
+        taken, self.samples = self.samples, []
+        self.rows -= sum(len(sample.hidden) for sample in taken)
+        return taken
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            steps=self.steps,
+            tokens=self.tokens,
+            prefill_tokens=self.prefill_tokens,
+            speculated_tokens=self.speculated_tokens,
+            verify_ct=self.verify_ct,
+            drafted=self.drafted,
+            aborted=self.aborted,
+            recent=tuple(self.recent),
+        )
