@@ -117,10 +117,10 @@ def test_slices_equal_masks_in_outputs_and_gradients(parallel, shape, rates, dra
         mask_layer(layer, layer_plan, subnets.schedule.pools)
     losses, grads = loss_and_gradients(ours)
     expected_losses, expected = loss_and_gradients(masked)
-    torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-9)
+    torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-6)
     assert grads.keys() == expected.keys()
     for name in grads:
-        torch.testing.assert_close(grads[name], expected[name], rtol=0, atol=1e-9, msg=name)
+        torch.testing.assert_close(grads[name], expected[name], rtol=0, atol=1e-6, msg=name)
     dense_losses, _ = loss_and_gradients(build(parallel, local_layer_spec, **SHAPES[shape])[1])
     assert (losses - dense_losses).abs().max() > 1e-3
 
@@ -147,7 +147,7 @@ def test_the_mean_over_all_draws_is_the_full_output(parallel, shape):
                 layer.set_plan(LayerPlan(layer=0, **(plan | {name: units} | scale)), pools)
                 outputs.append(module(x, **call)[0])
             mean = torch.stack(outputs).mean(dim=0)
-            torch.testing.assert_close(mean, full, rtol=0, atol=1e-9)
+            torch.testing.assert_close(mean, full, rtol=0, atol=1e-6)
             assert (outputs[0] - full).abs().max() > 1e-6
 
 
@@ -163,7 +163,7 @@ def test_query_heads_inside_groups_average_to_the_full_output_too(parallel):
         plan = LayerPlan(layer=0, heads=units, mlp=None, head_scale=2.0, mlp_scale=1.0)
         layer.set_plan(plan, pools)
         outputs.append(layer.self_attention(x, attention_mask=None)[0])
-    torch.testing.assert_close(torch.stack(outputs).mean(dim=0), full, rtol=0, atol=1e-9)
+    torch.testing.assert_close(torch.stack(outputs).mean(dim=0), full, rtol=0, atol=1e-6)
 
 
 def test_layer_scale_makes_the_expected_residual_branch_whole(parallel):
@@ -183,7 +183,7 @@ def test_layer_scale_makes_the_expected_residual_branch_whole(parallel):
             if plan is not None:
                 layer.set_plan(plan, subnets.schedule.pools)
                 total = total + layer.self_attention(x, attention_mask=None)[0]
-    torch.testing.assert_close(total / 2, both, rtol=0, atol=1e-9)
+    torch.testing.assert_close(total / 2, both, rtol=0, atol=1e-6)
 
 
 def test_the_parameters_are_those_of_an_ordinary_model(parallel):

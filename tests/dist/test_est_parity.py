@@ -21,23 +21,37 @@ from tests.dist.workers import run_distributed
 
 import torch
 
-VOCAB, SEQ, BATCH, STEPS = 96, 32, 4, 30
+VOCAB, SEQ, BATCH, STEPS, FEW = 96, 32, 4, 30, 9
 EST = {"schedule": "practical", "ends": [10, 20], "ends_in": "steps", "tp_strata": 2, "pp_strata": 4,
        "digest_interval": 7}  # fmt: skip
 SHAPES = ["tiny-gpt2", "tiny-llama"]
 LAYOUTS = {
     "TP2": (2, {"parallel": TP2}),
-    "TP2+SP": (2, {"parallel": SP2}),
-    "PP2xVPP2": (2, {"parallel": VPP2}),
-    "DP2 distributed optimizer, overlapped": (2, {"optimizer": OVERLAPPED}),
     "TP2xPP2": (4, {"parallel": TP2 | PP2}),
     "TP2xPP2xVPP2+SP": (4, {"parallel": SP2 | VPP2}),
-    "DP2xPP2xVPP2 distributed optimizer, overlapped": (4, {"parallel": VPP2, "optimizer": OVERLAPPED}),
+    "DP2 distributed optimizer, overlapped": (2, {"optimizer": OVERLAPPED}),
     "full recompute": (1, {"model": {"recompute_granularity": "full"}}),
+}
+# Of the second shape and over fewer steps.
+OPTIONS = {
+    "PP2xVPP2": (2, {"parallel": VPP2}),
+    "DP2xPP2xVPP2 distributed optimizer, overlapped": (4, {"parallel": VPP2, "optimizer": OVERLAPPED}),
     "TP2+SP, selective recompute": (
         2, {"parallel": SP2, "model": {"recompute_granularity": "selective",
                                        "recompute_modules": ["core_attn", "mlp"]}},
     ),
+    "frozen, DP2": (2, {"est": {"idle_params": "frozen"}}),
+    "frozen, nested, DP2 overlapped": (
+        2, {"est": {"idle_params": "frozen", "draw": "nested"}, "optimizer": OVERLAPPED},
+    ),
+    "whole groups, rotating, TP2": (
+        2, {"est": {"gqa_unit": "groups", "draw": "rotating"}, "parallel": TP2,
+            "model": {"num_attention_heads": 8, "num_query_groups": 4}},
+    ),
+    "linear ramp, TP2+SP": (2, {"est": {"growth": "linear", "resample_interval": 3},
+                                "parallel": SP2}),
+    "antithetic, layer scale, PP2": (2, {"est": {"antithetic": True, "layer_scale": "inverse_rate"},
+                                         "parallel": PP2}),
 }  # fmt: skip
 
 
@@ -61,7 +75,7 @@ class Run:
         schedule = build_schedule(
             EstConfig(**(EST | sections.get("est", {}))),
             ModelShape.of(model, padded_vocab_size=128),
-            train_iters=STEPS,
+            train_iters=100,
             seed=7,
             tokens_after=lambda n: n * BATCH * SEQ,
         )
@@ -75,8 +89,8 @@ class Run:
         positions = torch.arange(SEQ)[None]
         return [
             {"tokens": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous(),
-             "loss_mask": torch.ones(1, SEQ), "position_ids": positions}
-            for x in mine.split(1)
+             "loss_mask": torch.ones(len(x), SEQ), "position_ids": positions.expand(len(x), -1)}
+            for x in mine.split(2 if self.parallel.dp_size == 1 else 1)
         ]  # fmt: skip
 
     def step(self, number: int) -> tuple[float, float]:
@@ -104,21 +118,21 @@ class Run:
 
 
 def train(preset: str, sections: dict, steps: int = STEPS) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of every step, then the full model's loss, evaluated at three places."""
+    """(loss, gradient norm) of every step, and the full model's loss after the second and the last."""
     run, out = Run(preset, sections), []
     for number in range(steps):
         out.append(run.step(number))
-        if number in (4, 14, steps - 1):
+        if number in (1, steps - 1):
             out.append((run.full_loss(), 0.0))
-    assert_equal_work(run)
+    assert_equal_work(run, steps)
     return out
 
 
-def assert_equal_work(run: Run) -> None:
+def assert_equal_work(run: Run, steps: int) -> None:
     """No TP rank or pipeline chunk had more to do than another in any step."""
     config = run.parallel.config
     chunks = config.pipeline_model_parallel_size * config.num_model_chunks
-    for number in range(STEPS):
+    for number in range(steps):
         plan = run.subnets.begin_step(number)
         ranks = rank_flops(
             run.subnets.schedule, plan, tensor=config.tensor_model_parallel_size, chunks=chunks
@@ -140,38 +154,39 @@ def reference(request):
     return request.param, train(request.param, {})
 
 
+def assert_equal_runs(ours: list, expected: list) -> None:
+    """Losses to 1e-5 nats; gradient norms, which spike while subnets change, to 1e-4 of their size."""
+    assert len(ours) == len(expected) > 0
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(ours, expected):
+        assert loss == pytest.approx(wanted_loss, abs=1e-5, rel=0)
+        assert norm == pytest.approx(wanted_norm, rel=1e-4)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_gradient_norms_equal_one_process(layout, reference):
     preset, expected = reference
     world_size, sections = LAYOUTS[layout]
     ours = on_world(world_size, preset, sections)
-    assert len(ours) == len(expected) == STEPS + 3
-    assert max(abs(a - b) for x, y in zip(ours, expected) for a, b in zip(x, y)) < 1e-5
-    losses = [loss for loss, _ in ours]
-    assert losses[-1] < losses[0] - 0.5  # it learns
+    assert len(ours) == STEPS + 2
+    assert_equal_runs(ours, expected)
+    assert ours[-1][0] < ours[0][0] - 0.5  # it learns
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [{"est": {"idle_params": "frozen"}},
-     {"est": {"idle_params": "frozen", "draw": "nested"}, "optimizer": OVERLAPPED},
-     {"est": {"gqa_unit": "groups", "draw": "rotating"}, "parallel": TP2},
-     {"est": {"growth": "linear", "resample_interval": 3}, "parallel": SP2},
-     {"est": {"antithetic": True, "layer_scale": "inverse_rate"}, "parallel": PP2}],
-    ids=["frozen, DP2", "frozen, nested, overlapped", "groups, rotating, TP2", "ramp, TP2+SP",
-         "antithetic, layer scale, PP2"],
-)  # fmt: skip
-def test_options_do_not_depend_on_the_layout(sections):
-    preset = "tiny-llama"
-    expected = train(preset, {"est": sections["est"]})
-    ours = on_world(2, preset, sections)
-    assert max(abs(a - b) for x, y in zip(ours, expected) for a, b in zip(x, y)) < 1e-5
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_do_not_depend_on_the_layout(option):
+    world_size, sections = OPTIONS[option]
+    est = {"ends": [3, 6]} | sections.get("est", {})
+    alone = {name: section for name, section in sections.items() if name == "model"} | {"est": est}
+    expected = train("tiny-llama", alone, FEW)
+    ours = on_world(world_size, "tiny-llama", sections | {"est": est}, FEW)
+    assert_equal_runs(ours, expected)
 
 
-def test_bf16_is_within_one_percent_of_fp32(reference):
-    preset, expected = reference
-    sections = {"dtype": torch.bfloat16, "optimizer": OVERLAPPED, "model": {"num_layers": 8}}
-    ours = on_world(2, preset, sections)
+def test_bf16_is_within_one_percent_of_fp32():
+    est = {"ends": [3, 6]}
+    expected = train("tiny-llama", {"est": est}, FEW)
+    sections = {"dtype": torch.bfloat16, "optimizer": OVERLAPPED, "est": est}
+    ours = on_world(2, "tiny-llama", sections, FEW)
     for (loss, _), (wanted, _) in zip(ours, expected, strict=True):
         assert loss == pytest.approx(wanted, rel=0.01)
 
@@ -288,7 +303,7 @@ def test_the_loss_falls_at_growth_and_never_jumps():
     """A subnet's loss carries its own noise, which disappears when it grows; a jump up would be a wrong scale."""
     for preset in SHAPES:
         losses = [loss for loss, _ in train(preset, {"est": {"resample_interval": "stage"}})]
-        losses = losses[:5] + losses[6:16] + losses[17:]  # without the evaluations
+        losses = losses[:2] + losses[3:]  # without the evaluation
         for boundary in (10, 20):
             before = sum(losses[boundary - 3 : boundary]) / 3
             assert losses[boundary] < before + 0.05
