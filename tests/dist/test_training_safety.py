@@ -35,7 +35,12 @@ def poisoned_run(log_dir, sections, bad_rank, bad_steps):
         bad = next(calls) // micro_batches in bad_steps and run.parallel.rank == bad_rank
         return grad * math.inf if bad else grad
 
-    weight.register_hook(poison)
+    # Weight gradients are added to main_grad inside the GEMM, so the poison goes into what flows back.
+    def poison_output(module, inputs, output):
+        if output.requires_grad:
+            output.register_hook(poison)
+
+    run.model[0].decoder.final_layernorm.register_forward_hook(poison_output)
     try:
         pretrain(run)
         outcome = "finished"

@@ -128,11 +128,11 @@ def summarize(rows: list[dict]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--toy", action="store_true", help="two steps on one and two ranks")
+    parser.add_argument("--toy", action="store_true", help="three steps on one and two ranks")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of parity.json")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    steps = 2 if options.toy else options.steps
+    steps = 3 if options.toy else options.steps
     if options.worker is not None:
         return worker(options.worker, steps)
     if options.toy:
