@@ -9,7 +9,6 @@ import difflib
 import re
 from argparse import ArgumentError
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import yaml
@@ -82,11 +81,3 @@ def _suggestion(key: str, parser: ArgumentParser) -> str:
 def to_yaml(config: object) -> str:
     """The whole configuration as YAML that `--config` reads back to an equal one."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-
-
-def save_config(config: object, path: Path) -> None:
-    """Write `to_yaml(config)`; a later run of the same folder replaces it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(to_yaml(config), encoding="utf-8")
-    partial.replace(path)

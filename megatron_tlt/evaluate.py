@@ -4,20 +4,18 @@
 under torchrun with the layout that the model needs. Prints a table, and writes JSON where `output` says.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_tlt.bridge.load import dtype_of, load_model
-from megatron_tlt.config import build_parser, parse
 from megatron_tlt.data.tokenizer import TokenizerConfig
+from megatron_tlt.entry import run_entry
 from megatron_tlt.evaluation.scoring import Score, ScoringConfig, score_text
 from megatron_tlt.files import write_json
-from megatron_tlt.parallel import Parallel, ParallelConfig, init_parallel, shutdown_parallel
+from megatron_tlt.parallel import Parallel, ParallelConfig
 
-EXIT_BAD_INPUT = 2
 _ROWS = (
     ("iteration", "d"), ("loss", ".4f"), ("perplexity", ".2f"), ("bits_per_byte", ".4f"),
     ("num_documents", "d"), ("num_tokens", "d"), ("num_bytes", "d"), ("seconds", ".1f"),
@@ -52,23 +50,22 @@ class EvaluateConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for bad input (said in one line)."""
-    parser = build_parser(
-        EvaluateConfig, prog="python -m megatron_tlt.evaluate", description=__doc__
+    return run_entry(
+        EvaluateConfig,
+        run,
+        prog="python -m megatron_tlt.evaluate",
+        description=__doc__,
+        arguments=arguments,
     )
-    try:
-        config, _ = parse(parser, EvaluateConfig, arguments)
-        parallel = init_parallel(config.parallel, seed=0)
-        scores = evaluate_models(config, parallel)
-    except ValueError as error:
-        if int(os.environ.get("RANK", "0")) == 0:  # all ranks read the same input
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_BAD_INPUT
+
+
+def run(config: EvaluateConfig, parallel: Parallel) -> None:
+    """Score, and on rank 0 print the table and write `output`. Collective over the world."""
+    scores = evaluate_models(config, parallel)
     if parallel.rank == 0:
         print(table(scores), flush=True)
         if config.output is not None:
             write_json(Path(config.output), as_json(config, scores))
-    shutdown_parallel()
-    return 0
 
 
 def evaluate_models(config: EvaluateConfig, parallel: Parallel) -> list[Score]:

@@ -4,7 +4,6 @@
 one, line after line. Under torchrun with the layout that the model needs.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,10 @@ from pathlib import Path
 
 from megatron_tlt.bridge.load import LoadedModel, dtype_of, load_model
 from megatron_tlt.bridge.verify import on_first_rank
-from megatron_tlt.config import build_parser, parse
 from megatron_tlt.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+from megatron_tlt.entry import run_entry
 from megatron_tlt.evaluation.decoding import DecodingConfig, TextStream, generate_tokens
-from megatron_tlt.parallel import Parallel, ParallelConfig, init_parallel, shutdown_parallel
-
-EXIT_BAD_INPUT = 2
+from megatron_tlt.parallel import Parallel, ParallelConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,19 +49,17 @@ class GenerateConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for bad input (said in one line)."""
-    parser = build_parser(
-        GenerateConfig, prog="python -m megatron_tlt.generate", description=__doc__
+    return run_entry(
+        GenerateConfig,
+        lambda config, parallel: run(config, parallel, write=_print),
+        prog="python -m megatron_tlt.generate",
+        description=__doc__,
+        arguments=arguments,
     )
-    try:
-        config, _ = parse(parser, GenerateConfig, arguments)
-        parallel = init_parallel(config.parallel, seed=config.decoding.seed)
-        run(config, parallel, write=lambda text: print(text, end="", flush=True))
-    except ValueError as error:
-        if int(os.environ.get("RANK", "0")) == 0:  # all ranks read the same input
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_BAD_INPUT
-    shutdown_parallel()
-    return 0
+
+
+def _print(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def run(config: GenerateConfig, parallel: Parallel, *, write: Callable[[str], object]) -> None:

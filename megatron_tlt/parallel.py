@@ -243,18 +243,6 @@ def shutdown_parallel() -> None:
         dist.destroy_process_group()
 
 
-def all_ranks_agree(flag: bool) -> bool:
-    """True when `flag` is true on every rank of the world (one small all-reduce)."""
-    value = torch.tensor([1.0 if flag else 0.0], device=device.device())
-    dist.all_reduce(value, op=dist.ReduceOp.MIN)
-    return bool(value.item() > 0)
-
-
-def any_rank(flag: bool) -> bool:
-    """True when `flag` is true on at least one rank of the world."""
-    return not all_ranks_agree(not flag)
-
-
 def is_local_builder(parallel: Parallel) -> bool:
     """One rank a node: builds what a node with its own disk lacks."""
     return parallel.local_rank == 0

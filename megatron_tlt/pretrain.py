@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from megatron_tlt.config import build_parser, parse, to_yaml
 from megatron_tlt.data.tokenizer import build_tokenizer
+from megatron_tlt.entry import EXIT_BAD_INPUT
 from megatron_tlt.parallel import init_parallel, shutdown_parallel, world_size_from_env
 from megatron_tlt.train.config import PretrainConfig
 from megatron_tlt.train.plan import describe_plan
 from megatron_tlt.train.pretrain import NonFiniteError, pretrain
 from megatron_tlt.train.setup import build_run
 
-EXIT_BAD_INPUT = 2
 EXIT_NONFINITE = 3
 
 

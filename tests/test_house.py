@@ -21,7 +21,7 @@ RANKS = {
     "models": 3, "subnet.modules": 3, "subnet.spec": 3, "subnet.controller": 3,
     "models.hf_config": 3, "models.hf_stream": 3, "models.logits": 3,
     "train": 4, "rollout": 4,
-    "bridge": 5, "draft": 5,
+    "entry": 5, "bridge": 5, "draft": 5,
     "rl": 6, "evaluation": 6,
     "report": 7,
     "pretrain": 8, "generate": 8, "evaluate": 8, "train_rl": 8,
@@ -32,6 +32,9 @@ SINGLE_IMPORTERS = {
     "megatron.core.parallel_state": "parallel.py",
     "lm_eval": "evaluation/harness.py",
 }
+# Spelled apart, so that this file keeps the rules that it states.
+UNFINISHED = r"\b(%s)\b" % "|".join(("TO" "DO", "FIX" "ME", "XX" "X"))
+MACHINE_PATH = r"[\"']/(work|tmp|opt|root|home)\b|\.\./" "shared"
 NEVER = [("train", "rl"), ("train", "rollout"), ("rollout", "megatron"), ("ops", "megatron")]
 
 
@@ -171,9 +174,8 @@ def test_no_error_is_swallowed(path):
 @pytest.mark.parametrize("path", SOURCES + PROGRAMS, ids=ids(SOURCES + PROGRAMS))
 def test_nothing_is_left_to_do_and_no_machine_path_is_written(path):
     text = path.read_text()
-    assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
-    assert not re.search(r"[\"'](/work|/tmp|/opt|/root|/home)\b", text)
-    assert "../shared" not in text
+    assert not re.search(UNFINISHED, text)
+    assert not re.search(MACHINE_PATH, text)
 
 
 @pytest.mark.parametrize("path", SOURCES + PROGRAMS, ids=ids(SOURCES + PROGRAMS))

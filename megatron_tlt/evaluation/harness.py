@@ -5,7 +5,6 @@
 runs the same harness; the data-parallel replicas share the requests.
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,13 +13,13 @@ from typing import TypeVar
 
 from megatron_tlt import device
 from megatron_tlt.bridge.load import LoadedModel, dtype_of, load_model
-from megatron_tlt.config import build_parser, parse
 from megatron_tlt.data.tokenizer import TokenizerConfig, build_tokenizer, require_eod
+from megatron_tlt.entry import run_entry
 from megatron_tlt.evaluation.decoding import DecodingConfig, generate_tokens
 from megatron_tlt.evaluation.scoring import cut_windows
 from megatron_tlt.files import write_json
 from megatron_tlt.models.logits import score_tokens
-from megatron_tlt.parallel import Parallel, ParallelConfig, init_parallel, shutdown_parallel
+from megatron_tlt.parallel import Parallel, ParallelConfig
 
 import lm_eval
 import torch
@@ -29,7 +28,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
-EXIT_BAD_INPUT = 2
 _DEFAULT_NEW_TOKENS = 256  # lm-eval's own default for generate_until
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -255,23 +253,22 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for bad input (said in one line)."""
-    parser = build_parser(
-        HarnessConfig, prog="python -m megatron_tlt.evaluation.harness", description=__doc__
+    return run_entry(
+        HarnessConfig,
+        run,
+        prog="python -m megatron_tlt.evaluation.harness",
+        description=__doc__,
+        arguments=arguments,
     )
-    try:
-        config, _ = parse(parser, HarnessConfig, arguments)
-        parallel = init_parallel(config.parallel, seed=0)
-        results = run_tasks(config, parallel)
-    except ValueError as error:
-        if int(os.environ.get("RANK", "0")) == 0:  # all ranks read the same input
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_BAD_INPUT
+
+
+def run(config: HarnessConfig, parallel: Parallel) -> None:
+    """Run the tasks, and on rank 0 print the table and write `output`. Collective over the world."""
+    results = run_tasks(config, parallel)
     if parallel.rank == 0:
         print(table(results), flush=True)
         if config.output is not None:
             write_json(Path(config.output), {"config": asdict(config), "results": results})
-    shutdown_parallel()
-    return 0
 
 
 if __name__ == "__main__":

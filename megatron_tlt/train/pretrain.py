@@ -5,9 +5,10 @@ import time
 from collections.abc import Iterator
 
 from megatron_tlt import device
-from megatron_tlt.config import save_config
+from megatron_tlt.config import to_yaml
 from megatron_tlt.data.gpt_dataset import SampleDataset
 from megatron_tlt.data.sampler import PretrainSampler, build_batch_iterator
+from megatron_tlt.files import write_text
 from megatron_tlt.metrics import JsonlSink, MetricSinks, TensorBoardSink
 from megatron_tlt.parallel import Parallel, seed_everything
 from megatron_tlt.train.checkpoint import TrainState, save_checkpoint
@@ -201,7 +202,7 @@ class RunLogger:
         )
         self._sinks = MetricSinks(_sinks(config, run.parallel))
         if self._logs:
-            save_config(config, config.log_dir / "config.yaml")
+            write_text(config.log_dir / "config.yaml", to_yaml(config))
 
     def after_step(self, result: StepResult, *, seconds: float, samples: int) -> None:
         """Count the step; at the end of an interval, or when it was not finite, print and record."""

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from megatron_tlt.config import build_parser, parse, save_config, to_yaml
+from megatron_tlt.config import build_parser, parse, to_yaml
 from megatron_tlt.pretrain import main
 from megatron_tlt.train.config import PretrainConfig
 
@@ -39,8 +39,8 @@ def test_the_resolved_configuration_reads_back_to_the_same(parser, tmp_path):
         parser, "--parallel.virtual_pipeline_model_parallel_size=2",
         "--parallel.pipeline_model_parallel_size=2", "--optimizer.lr=1e-3",
     )  # fmt: skip
-    save_config(config, tmp_path / "deep" / "config.yaml")
-    again, _ = parse(parser, PretrainConfig, [f"--config={tmp_path}/deep/config.yaml"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again, _ = parse(parser, PretrainConfig, [f"--config={tmp_path}/config.yaml"])
     assert again == config and to_yaml(again) == to_yaml(config)
 
 

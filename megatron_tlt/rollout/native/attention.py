@@ -83,17 +83,3 @@ def causal_mask(
 def repeat_mask(mask: torch.Tensor, *, repeats: int) -> torch.Tensor:
     """`[b, 1, w, l]` for the query order of `attend`; a single position broadcasts as it is."""
     return mask.repeat(1, 1, repeats, 1) if repeats > 1 and mask.shape[2] > 1 else mask
-
-
-def tree_mask(
-    lengths: torch.Tensor, ancestors: torch.Tensor, *, kv_len: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Additive `[b, 1, w, l]`: everything cached, then the node's ancestors `[b, w, w]` (and itself)."""
-    width, device = ancestors.shape[1], lengths.device
-    offset = torch.arange(kv_len, device=device) - lengths[:, None]  # [b, l]
-    index = offset.clamp(0, width - 1)[:, None].expand(-1, width, -1)
-    inside = ((offset >= 0) & (offset < width))[:, None]
-    visible = (offset < 0)[:, None] | inside & ancestors.gather(2, index)
-    return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
-        ~visible, float("-inf")
-    )[:, None]
