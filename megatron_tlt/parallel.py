@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from megatron_tlt import device, mcore  # noqa: F401  (mcore before megatron.core)
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from megatron.core import parallel_state

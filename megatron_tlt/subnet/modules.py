@@ -193,8 +193,8 @@ class SubnetTransformerLayer(TransformerLayer):
     def set_full(self) -> None:
         """Run whole and unscaled."""
         self.is_active = True
-        for linear in self.linears:
-            linear.set_cut(None)
+        for piece in self.linears:
+            piece.set_cut(None)
         self._set_heads(self._full_heads)
 
     def _set_heads(self, counts: tuple[int, int]) -> None:
@@ -204,18 +204,18 @@ class SubnetTransformerLayer(TransformerLayer):
 
     def renew(self) -> None:
         """The weights have changed: gather the slices again."""
-        for linear in self.linears:
-            linear.renew()
+        for piece in self.linears:
+            piece.renew()
 
     def cut_parameters(self) -> dict[torch.nn.Parameter, Cut]:
         """The parameters of which a part runs, and that part."""
         parts = {}
-        for linear in self.linears:
-            cut = linear.sliced_weight.cut
+        for piece in self.linears:
+            cut = piece.sliced_weight.cut
             if cut is not None:
-                parts[linear.weight] = cut
-                if cut.dim == 0 and linear.bias is not None:
-                    parts[linear.bias] = cut
+                parts[piece.weight] = cut
+                if cut.dim == 0 and piece.bias is not None:
+                    parts[piece.bias] = cut
         return parts
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **options: object):
