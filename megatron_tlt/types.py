@@ -191,13 +191,19 @@ class FeatureSample:
     """Hidden states of one response for drafter training.
 
     `hidden[i]` is the target's state at the position whose next token is `tokens[i]`, so a drafter of the
-    EAGLE kind learns from (embedding of `tokens[i]`, `hidden[i]`) to `hidden[i + 1]`.
+    EAGLE kind learns from (embedding of `tokens[i]`, `hidden[i]`) to `hidden[i + 1]`. With a captured
+    context the rows of the prompt come first (see `context_tokens`).
     """
 
     prompt_id: int
     sample_index: int
     tokens: tuple[int, ...]
     hidden: torch.Tensor
-    """`[t, f]`, t tokens, f = captured layers times hidden size."""
+    """`[c + t, f]`, c context and t response tokens, f = captured layers times hidden size."""
     weight_version: int
     """Version under which all these rows were computed."""
+    context_tokens: tuple[int, ...] = ()
+    """Last tokens of the prompt; their rows come before those of `tokens` in `hidden` (and `last_hidden`),
+    so `hidden[i]` belongs to `(context_tokens + tokens)[i]`."""
+    last_hidden: torch.Tensor | None = None
+    """`[c + t, h]`, final states where `hidden` holds inner layers (EAGLE-3's teacher); None: `hidden` is them."""
