@@ -1,0 +1,1 @@
+"""Reinforcement learning: the only place that sees both trainer and rollout engine."""
