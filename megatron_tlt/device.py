@@ -67,6 +67,12 @@ def max_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def reset_peak_memory() -> None:
+    """Let the peak on CUDA start anew; a CPU process cannot forget its own."""
+    if is_cuda():
+        torch.cuda.reset_peak_memory_stats()
+
+
 def total_memory_bytes() -> int:
     """Memory that this process may count on: the GPU's, or the machine's."""
     if is_cuda():

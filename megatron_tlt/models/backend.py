@@ -14,7 +14,15 @@ tensors and from `num_attention_heads_per_partition` and `num_query_groups_per_p
 import functools
 
 from megatron_tlt import mcore  # noqa: F401  (before megatron.core)
-from megatron_tlt.ops.fused import Tables, rms_norm, rotary_tables, split_rotary, swiglu
+from megatron_tlt.ops.fused import (
+    Tables,
+    cached_rotary_tables,
+    packed_lengths,
+    packed_rotary_tables,
+    rms_norm,
+    split_rotary,
+    swiglu,
+)
 from megatron_tlt.ops.linear import embedding, gemm_dtype, linear
 
 import torch
@@ -120,7 +128,9 @@ class LocalCoreAttention(MegatronModule):
     """Causal attention by `scaled_dot_product_attention`; grouped queries without repeating keys.
 
     Takes query `[s, b, n/t, d]`, key and value `[s, b, g/t, d]`, gives `[s, b, n/t * d]`. An
-    `attention_mask` (bool, true = hidden, broadcastable to `[b, n, s, s]`) replaces the causal one.
+    `attention_mask` (bool, true = hidden, broadcastable to `[b, n, s, s]`) replaces the causal one. With
+    `packed_seq_params` they are `[s, n/t, d]` and `[s, g/t, d]`, sequences laid end to end, and each
+    sequence sees itself alone; gives `[s, 1, n/t * d]`.
     """
 
     def __init__(
@@ -149,11 +159,28 @@ class LocalCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        assert attention_bias is None and packed_seq_params is None, "not part of this back-end"
+        assert attention_bias is None, "not part of this back-end"
+        attend = self._attend
+        if packed_seq_params is not None:
+            attend = functools.partial(self._attend_packed, packed_seq_params.cu_seqlens_q)
         if self.training and self.dropout > 0.0:
             with get_cuda_rng_tracker().fork():
-                return self._attend(query, key, value, attention_mask)
-        return self._attend(query, key, value, attention_mask)
+                return attend(query, key, value, attention_mask)
+        return attend(query, key, value, attention_mask)
+
+    def _attend_packed(
+        self,
+        cu_seqlens: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+    ) -> torch.Tensor:
+        """One causal call a sequence: no score between two sequences is ever computed."""
+        assert attention_mask is None, "packed sequences are causal"
+        lengths = packed_lengths(cu_seqlens)
+        sequences = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(q, k, v, None) for q, k, v in sequences])
 
     def _attend(
         self,
@@ -177,13 +204,6 @@ class LocalCoreAttention(MegatronModule):
         return context.to(query.dtype).permute(2, 0, 1, 3).reshape(s, b, n * d)
 
 
-@functools.lru_cache(maxsize=8)
-def _cached_tables(angles: torch.Tensor, dtype: torch.dtype) -> Tables:
-    """`rotary_tables` of a tensor that every layer of every step is given again."""
-    with torch.inference_mode(False):  # the first to ask may be in it, the next to ask may train
-        return rotary_tables(angles, dtype)
-
-
 class LocalSelfAttention(SelfAttention):
     """megatron-core's SelfAttention; with rotary embedding it splits and turns in one function.
 
@@ -197,7 +217,12 @@ class LocalSelfAttention(SelfAttention):
         angles = options.get("rotary_pos_emb")
         if isinstance(angles, torch.Tensor) and self._turns_in_one(angles, options):
             options["rotary_pos_emb"] = None
-            self._tables = _cached_tables(angles, hidden_states.dtype)
+            packed, dtype = options.get("packed_seq_params"), hidden_states.dtype
+            self._tables = (
+                cached_rotary_tables(angles, dtype)
+                if packed is None
+                else packed_rotary_tables(angles, packed.cu_seqlens_q, dtype)
+            )
         try:
             return super().forward(hidden_states, *args, **options)
         finally:
@@ -207,7 +232,6 @@ class LocalSelfAttention(SelfAttention):
         return (
             options.get("inference_context") is None
             and options.get("inference_params") is None
-            and options.get("packed_seq_params") is None
             and angles.shape[-1] == self.hidden_size_per_attention_head
             and not self.config.rotary_interleaved
             and not self.config.qk_layernorm

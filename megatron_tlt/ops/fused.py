@@ -1,5 +1,7 @@
 """Element-wise parts of a decoder layer with few passes over memory and little kept for the backward pass."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -67,6 +69,29 @@ def rotary_tables(angles: torch.Tensor, dtype: torch.dtype) -> Tables:
     """cos and sin of `[s, 1, 1, d]` angles whose halves are equal: two `[s, 1, 1, 1, d/2]` tables."""
     half = angles[..., : angles.shape[-1] // 2].unsqueeze(2)
     return half.cos().to(dtype), half.sin().to(dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def cached_rotary_tables(angles: torch.Tensor, dtype: torch.dtype) -> Tables:
+    """`rotary_tables` of a tensor that every layer of every step is given again."""
+    with torch.inference_mode(False):  # the first to ask may be in it, the next to ask may train
+        return rotary_tables(angles, dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def packed_lengths(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    """Lengths of packed sequences from their `[n + 1]` bounds, read once for all layers."""
+    return tuple(cu_seqlens.diff().tolist())
+
+
+@functools.lru_cache(maxsize=8)
+def packed_rotary_tables(
+    angles: torch.Tensor, cu_seqlens: torch.Tensor, dtype: torch.dtype
+) -> Tables:
+    """`rotary_tables` of packed sequences, each of which begins at position 0 of `angles`."""
+    with torch.inference_mode(False):
+        starts = [torch.arange(n, device=angles.device) for n in packed_lengths(cu_seqlens)]
+        return rotary_tables(angles[torch.cat(starts)], dtype)
 
 
 class _SplitRotary(torch.autograd.Function):
