@@ -16,8 +16,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_LINE = 350, 60, 7, 110
 RANKS = {
     "config": 0, "types": 0, "metrics": 0, "device": 0, "files": 0,
     "mcore": 1, "ops": 1, "subnet": 1, "rollout.tuner": 1, "draft.spot": 1,
-    "parallel": 2, "models.backend": 2, "models.local": 2, "models.presets": 2, "models.hf": 2,
-    "models.hf_files": 2, "models.gguf": 2, "data": 2,
+    "parallel": 2, "models.backend": 2, "models.local_linear": 2, "models.presets": 2, "models.hf": 2,
+    "models.hf_files": 2, "models.gguf": 2, "models.fp8_linear": 2, "data": 2,
     "models": 3, "subnet.modules": 3, "subnet.spec": 3, "subnet.controller": 3,
     "models.hf_config": 3, "models.hf_stream": 3, "models.logits": 3,
     "train": 4, "rollout": 4,
@@ -27,7 +27,7 @@ RANKS = {
     "pretrain": 8, "generate": 8, "evaluate": 8, "train_rl": 8,
 }  # fmt: skip
 SINGLE_IMPORTERS = {
-    "transformer_engine": "models/backend.py",
+    "megatron.core.extensions.transformer_engine": "models/te.py",
     "sglang": "rollout/sglang.py",
     "megatron.core.parallel_state": "parallel.py",
     "lm_eval": "evaluation/harness.py",

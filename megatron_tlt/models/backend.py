@@ -1,19 +1,21 @@
 """Which modules stand at each place of a layer: the `local` back-end, on CPU and on CUDA.
 
 Shapes: s sequence, b batch, h hidden, n query heads, g key/value groups, d head dim, t TP size.
-The classes are megatron-core's own, subclassed where they cost time or memory that they need not:
-linears add the bias inside the GEMM and their weight gradient to Megatron's buffer (ops/linear.py),
-attention is torch's scaled_dot_product_attention (no [b, n, s, s] scores are kept), SwiGLU, RMSNorm and the
-rotary split are single autograd functions (ops/fused.py), norms carry the sequence-parallel mark.
+The classes are megatron-core's own, subclassed where they cost time or memory that they need not: linears in
+models/local_linear.py and models/fp8_linear.py, attention is torch's scaled_dot_product_attention (no
+[b, n, s, s] scores are kept), SwiGLU, RMSNorm and the rotary split are single autograd functions
+(ops/fused.py), norms carry the sequence-parallel mark.
 
-A subclass that computes with part of the weights (a subnet) overrides `forward` and `_forward_impl` of the
-two linears, or hands `weight` to the column-parallel one; attention and MLP take their sizes from the
-tensors and from `num_attention_heads_per_partition` and `num_query_groups_per_partition`.
+Attention and MLP take their sizes from the tensors and from `num_attention_heads_per_partition` and
+`num_query_groups_per_partition`, so a linear that computes part of its rows (a subnet) changes both.
 """
 
 import functools
 
 from megatron_tlt import mcore  # noqa: F401  (before megatron.core)
+from megatron_tlt.models.fp8_linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear
+from megatron_tlt.models.local_linear import LocalColumnParallelLinear, LocalRowParallelLinear
+from megatron_tlt.ops.fp8_recipe import Recipe
 from megatron_tlt.ops.fused import (
     Tables,
     cached_rotary_tables,
@@ -23,7 +25,7 @@ from megatron_tlt.ops.fused import (
     split_rotary,
     swiglu,
 )
-from megatron_tlt.ops.linear import embedding, gemm_dtype, linear
+from megatron_tlt.ops.linear import embedding, gemm_dtype
 
 import torch
 import torch.nn.functional as F
@@ -70,58 +72,6 @@ class LocalNorm:
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
-
-
-class LocalColumnParallelLinear(ColumnParallelLinear):
-    """`[s, b, h] -> [s, b, out/t]`; the bias inside the GEMM, the weight gradient into `main_grad`.
-
-    Unlike megatron's, it never hands the bias back to be added later (`skip_bias_add`): that costs a
-    pass over the activations, and a bias that leaves a recomputed MLP sends its backward into endless
-    recursion.
-    """
-
-    def __init__(self, *args: object, skip_bias_add: bool = False, **options: object) -> None:
-        super().__init__(*args, skip_bias_add=False, **options)
-
-    def forward(
-        self,
-        input_: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        if self.tp_group.size() > 1:
-            return super().forward(input_, weight, runtime_gather_output)
-        return linear(input_, self.weight if weight is None else weight, self.bias), None
-
-    def _forward_impl(self, input, weight, *, bias=None, allreduce_dgrad=False, **options):
-        """megatron-core's GEMM with its collectives, by ours."""
-        return linear(
-            input,
-            weight,
-            bias,
-            group=self.tp_group,
-            allreduce_dgrad=allreduce_dgrad,
-            sequence_parallel=options["sequence_parallel"],
-        )
-
-
-class LocalRowParallelLinear(RowParallelLinear):
-    """`[s, b, in/t] -> [s, b, h]`; on one TP rank the bias is added inside the GEMM.
-
-    It adds its bias itself, for the reasons given above.
-    """
-
-    def __init__(self, *args: object, skip_bias_add: bool = False, **options: object) -> None:
-        super().__init__(*args, skip_bias_add=False, **options)
-
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if self.tp_group.size() > 1:
-            return super().forward(input_)
-        return linear(input_, self.weight, self.bias), None
-
-    def _forward_impl(self, input, weight, *, bias=None, **_: object):
-        """megatron-core's GEMM, by ours; the caller reduces the output."""
-        return linear(input, weight, bias, group=self.tp_group)
 
 
 class LocalCoreAttention(MegatronModule):
@@ -306,12 +256,18 @@ def _is_gated(mlp: MLP) -> bool:
     return mlp.config.gated_linear_unit
 
 
-def local_layer_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
-    """The decoder layer of the `local` back-end.
+def local_layer_spec(*, qk_layernorm: bool = False, fp8: Recipe | None = None) -> ModuleSpec:
+    """The decoder layer of the `local` back-end, its linears in FP8 where `fp8` says how.
 
     Its norms are saved under the names that Transformer Engine's fused norm + linear uses, so
     checkpoints of the two back-ends are interchangeable.
     """
+    column, row = LocalColumnParallelLinear, LocalRowParallelLinear
+    if fp8 is not None:
+        column, row = (
+            ModuleSpec(module=module, params={"fp8": fp8})
+            for module in (Fp8ColumnParallelLinear, Fp8RowParallelLinear)
+        )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -320,9 +276,9 @@ def local_layer_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
                 module=LocalSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=LocalColumnParallelLinear,
+                    linear_qkv=column,
                     core_attention=LocalCoreAttention,
-                    linear_proj=LocalRowParallelLinear,
+                    linear_proj=row,
                     q_layernorm=LocalNorm if qk_layernorm else IdentityOp,
                     k_layernorm=LocalNorm if qk_layernorm else IdentityOp,
                 ),
@@ -330,10 +286,7 @@ def local_layer_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=LocalNorm,
             mlp=ModuleSpec(
-                module=LocalMLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=LocalColumnParallelLinear, linear_fc2=LocalRowParallelLinear
-                ),
+                module=LocalMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)
             ),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={
@@ -344,6 +297,6 @@ def local_layer_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
     )
 
 
-def block_spec(layer_spec: ModuleSpec, *, num_layers: int) -> TransformerBlockSubmodules:
-    """`num_layers` layers (those of one pipeline chunk) and the final norm."""
-    return TransformerBlockSubmodules(layer_specs=[layer_spec] * num_layers, layer_norm=LocalNorm)
+def block_spec(layer_specs: list[ModuleSpec], *, norm: type = LocalNorm) -> TransformerBlockSubmodules:
+    """The layers of one pipeline chunk and the final norm."""
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)

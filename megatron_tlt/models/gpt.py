@@ -10,6 +10,7 @@ from megatron_tlt import device
 from megatron_tlt.models.backend import (
     block_spec, local_layer_spec, mark_tensor_parallel, use_local_ends,
 )  # fmt: skip
+from megatron_tlt.models.precision import PrecisionConfig
 from megatron_tlt.models.presets import PRESETS
 from megatron_tlt.ops.cross_entropy import vocab_parallel_cross_entropy
 from megatron_tlt.parallel import Parallel, ParallelConfig
@@ -20,6 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 
 @dataclass(kw_only=True, slots=True)
@@ -290,26 +292,33 @@ def build_chunks(
     vocab_size: int,
     params_dtype: torch.dtype = torch.float32,
     layer_spec: Callable[..., ModuleSpec] = local_layer_spec,
+    precision: PrecisionConfig | None = None,
 ) -> list[GPT]:
     """This rank's part of the model: one GPT per virtual pipeline stage, with undrawn weights.
 
-    `vocab_size` is the tokenizer's; `layer_spec(qk_layernorm=...)` gives the decoder layer, so another
-    layer (a subnet's) is put in here without touching the model. Raises ValueError for a bad layout.
+    `vocab_size` is the tokenizer's; `layer_spec(qk_layernorm=..., fp8=...)` gives a decoder layer, so another
+    layer (a subnet's) is put in here without touching the model; `precision`: default no FP8.
+    Raises ValueError for a bad layout.
     """
     model.check_layout(parallel.config)
+    precision = precision or PrecisionConfig()
     config = transformer_config(model, parallel.config, params_dtype=params_dtype)
     virtual = parallel.config.num_model_chunks
     padded = model.padded_vocab_size(vocab_size, parallel.config.tensor_model_parallel_size)
     chunks = []
     for stage in range(virtual):
         vp_stage = stage if virtual > 1 else None
-        layers = get_num_layers_to_build(config, vp_stage, parallel.pp_rank)
+        first = get_transformer_layer_offset(config, vp_stage, parallel.pp_rank)
+        count = get_num_layers_to_build(config, vp_stage, parallel.pp_rank)
+        recipes = [
+            precision.layer_recipe(first + n, model.num_layers) for n in range(count)
+        ]
         chunks.append(
             GPT(
                 true_vocab_size=vocab_size,
                 config=config,
                 transformer_layer_spec=block_spec(
-                    layer_spec(qk_layernorm=model.qk_layernorm), num_layers=layers
+                    [layer_spec(qk_layernorm=model.qk_layernorm, fp8=fp8) for fp8 in recipes]
                 ),
                 vocab_size=padded,
                 max_sequence_length=model.max_position_embeddings,

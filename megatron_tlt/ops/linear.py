@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
         ctx.group, ctx.allreduce_dgrad = group, allreduce_dgrad
         ctx.sequence_parallel = sequence_parallel
         dtype = gemm_dtype(input)
-        total = _gather_sequence(input, group) if sequence_parallel else input
+        total = gather_sequence(input, group) if sequence_parallel else input
         bias = None if bias is None else bias.to(dtype)
         return F.linear(total.to(dtype), weight.to(dtype), bias).to(input.dtype)
 
@@ -67,7 +67,7 @@ class _Linear(torch.autograd.Function):
                 handle = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            total = _gather_sequence(input, ctx.group) if ctx.sequence_parallel else input
+            total = gather_sequence(input, ctx.group) if ctx.sequence_parallel else input
             total = total.reshape(-1, total.shape[-1]).to(dtype)
             grad_weight = _weight_gradient(ctx, grad, total)
         grad_bias = grad.sum(dim=0).to(grad_output.dtype) if ctx.use_bias else None
@@ -86,10 +86,10 @@ def _weight_gradient(ctx, grad: torch.Tensor, total: torch.Tensor) -> torch.Tens
         ctx.main_grad.add_(grad.t() @ total)
     if getattr(ctx.parameter, "embedding_ends_gradient", False):
         return None  # a tied head: the embedding's gradient still comes, and calls the hook
-    return _added(ctx.parameter)
+    return mark_added(ctx.parameter)
 
 
-def _added(parameter: torch.Tensor) -> torch.Tensor:
+def mark_added(parameter: torch.Tensor) -> torch.Tensor:
     """Say that the gradient is in `main_grad`; the tensor is never read, but overlapping hooks insist
     on one."""
     parameter.grad_added_to_main_grad = True
@@ -111,7 +111,7 @@ class _Embedding(torch.autograd.Function):
         main_grad = ctx.parameter.main_grad
         rows = grad_output.reshape(-1, main_grad.shape[1]).to(main_grad.dtype)
         main_grad.index_add_(0, tokens.reshape(-1), rows)
-        return None, _added(ctx.parameter)
+        return None, mark_added(ctx.parameter)
 
 
 def embedding(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def embedding(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _Embedding.apply(tokens, weight)
 
 
-def _gather_sequence(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_sequence(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`[s/t, b, h] -> [s, b, h]`."""
     total = input.new_empty(input.shape[0] * group.size(), *input.shape[1:])
     dist.all_gather_into_tensor(total, input.contiguous(), group=group)

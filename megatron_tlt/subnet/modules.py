@@ -12,8 +12,9 @@ n query heads, g key/value groups, r = n / g, d head dim, f MLP neurons, t TP si
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_tlt.models.backend import LocalColumnParallelLinear, LocalRowParallelLinear
-from megatron_tlt.ops.linear import gemm_dtype, linear
+from megatron_tlt.models.fp8_linear import Fp8Products
+from megatron_tlt.models.local_linear import LocalColumnParallelLinear, LocalRowParallelLinear
+from megatron_tlt.ops.linear import gemm_dtype
 from megatron_tlt.subnet.cuts import Cut, SlicedParameter, on_backward
 from megatron_tlt.subnet.draw import LayerPlan
 from megatron_tlt.subnet.shape import Pools
@@ -98,7 +99,7 @@ class SubnetColumnParallelLinear(LocalColumnParallelLinear):
     ) -> tuple[torch.Tensor, None]:
         if self.sliced_weight.cut is None or self.tp_group.size() > 1:
             return super().forward(input_, weight, runtime_gather_output)
-        return linear(input_, self.sliced_weight.of(self.weight), self._kept_bias()), None
+        return self.compute(input_, self.sliced_weight.of(self.weight), self._kept_bias()), None
 
     def _kept_bias(self) -> torch.Tensor | None:
         return None if self.bias is None else self.sliced_bias.of(self.bias)
@@ -117,6 +118,8 @@ class SubnetRowParallelLinear(LocalRowParallelLinear):
     The scale is 1 / (fraction kept), so that the expectation over draws is the full output; the bias is
     not part of it.
     """
+
+    compute_scaled = staticmethod(scaled_linear)
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)
@@ -137,7 +140,7 @@ class SubnetRowParallelLinear(LocalRowParallelLinear):
             return super().forward(input_)
         weight, parallel = self.sliced_weight.of(self.weight), self.tp_group.size() > 1
         bias = None if parallel else self.bias
-        output = scaled_linear(
+        output = self.compute_scaled(
             input_, weight, bias, scale=self.scale, bias_scale=self.bias_scale
         )
         if not parallel:
@@ -147,6 +150,28 @@ class SubnetRowParallelLinear(LocalRowParallelLinear):
         else:
             output = reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
         return output if self.bias is None else output + self.bias * self.bias_scale, None
+
+
+class Fp8SubnetColumnParallelLinear(Fp8Products, SubnetColumnParallelLinear):
+    """The selected output rows in FP8."""
+
+
+class Fp8SubnetRowParallelLinear(Fp8Products, SubnetRowParallelLinear):
+    """The selected input columns in FP8; the scale comes after the product, in high precision, so that the
+    operands fill the range of FP8 as those of the full layer do."""
+
+    def compute_scaled(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        scale: float,
+        bias_scale: float,
+    ) -> torch.Tensor:
+        """As `scaled_linear`."""
+        output = self.compute(input, weight, group=self.tp_group) * scale
+        return output if bias is None else output + bias * bias_scale
 
 
 @dataclass(frozen=True, slots=True)

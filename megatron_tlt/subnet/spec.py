@@ -3,33 +3,35 @@
 from dataclasses import replace
 
 from megatron_tlt.models.backend import local_layer_spec
+from megatron_tlt.ops.fp8_recipe import Recipe
 from megatron_tlt.subnet.modules import (
-    SubnetColumnParallelLinear, SubnetRowParallelLinear, SubnetTransformerLayer,
+    Fp8SubnetColumnParallelLinear, Fp8SubnetRowParallelLinear, SubnetColumnParallelLinear,
+    SubnetRowParallelLinear, SubnetTransformerLayer,
 )  # fmt: skip
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 
-def est_layer_spec(*, qk_layernorm: bool = False) -> ModuleSpec:
-    """The `local` back-end's decoder layer, able to run a subnet; its parameters have the same names, so
-    the checkpoint is an ordinary GPT checkpoint. Give it to `build_chunks(layer_spec=...)`."""
+def est_layer_spec(*, qk_layernorm: bool = False, fp8: Recipe | None = None) -> ModuleSpec:
+    """The `local` back-end's decoder layer, able to run a subnet, in FP8 where `fp8` says how; its
+    parameters have the same names, so the checkpoint is an ordinary GPT checkpoint. Give it to
+    `build_chunks(layer_spec=...)`."""
+    column, row = SubnetColumnParallelLinear, SubnetRowParallelLinear
+    if fp8 is not None:
+        column, row = (
+            ModuleSpec(module=module, params={"fp8": fp8})
+            for module in (Fp8SubnetColumnParallelLinear, Fp8SubnetRowParallelLinear)
+        )
     base = local_layer_spec(qk_layernorm=qk_layernorm)
     layer = base.submodules
     attention = replace(
         layer.self_attention,
         submodules=replace(
-            layer.self_attention.submodules,
-            linear_qkv=SubnetColumnParallelLinear,
-            linear_proj=SubnetRowParallelLinear,
+            layer.self_attention.submodules, linear_qkv=column, linear_proj=row
         ),
     )
     mlp = replace(
-        layer.mlp,
-        submodules=replace(
-            layer.mlp.submodules,
-            linear_fc1=SubnetColumnParallelLinear,
-            linear_fc2=SubnetRowParallelLinear,
-        ),
+        layer.mlp, submodules=replace(layer.mlp.submodules, linear_fc1=column, linear_fc2=row)
     )
     return replace(
         base,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_tlt import device
+from megatron_tlt.models.fp8_linear import DelayedScaling
 from megatron_tlt.parallel import Parallel
 from megatron_tlt.train.optimizer import inner_optimizers
 
@@ -143,10 +144,15 @@ def clip_and_update(optimizer: MegatronOptimizer, grad_norm: float) -> None:
 
 
 def attach_finalizer(chunks: list[DistributedDataParallel], parallel: Parallel) -> None:
-    """Tell the schedule to reduce and scale gradients over our groups at the end of a step."""
-    chunks[0].config.finalize_model_grads_func = partial(
-        finalize_model_grads, pg_collection=parallel.groups
-    )
+    """Tell the schedule what ends a step: gradients are reduced and scaled over our groups, and FP8 layers
+    with delayed scaling go on to their next scales."""
+    scaling = DelayedScaling(chunks, parallel.groups.tp_dp_cp)
+
+    def finalize(*args: object, **options: object) -> None:
+        finalize_model_grads(*args, **(options | {"pg_collection": parallel.groups}))
+        scaling.update()
+
+    chunks[0].config.finalize_model_grads_func = finalize
 
 
 def evaluate(
