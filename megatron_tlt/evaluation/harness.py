@@ -1,10 +1,11 @@
 """lm-eval's tasks on a checkpoint, or on two side by side, offline from local files, under any TP, PP and DP.
 
-`HF_HUB_OFFLINE=1 python -m megatron_tlt.evaluation.harness --load checkpoints/ --include_path tasks/
---tasks [blimp_local_anaphor,lambada_local]`. The one importer of the optional package `lm_eval`. Every rank
+`HF_HUB_OFFLINE=1 python -m megatron_tlt.evaluation.harness --load checkpoints/ --include_path
+examples/eval_tasks --data_dir data/ --tasks [blimp_local_anaphor,lambada_local]`. The one importer of the optional package `lm_eval`. Every rank
 runs the same harness; the data-parallel replicas share the requests.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -45,6 +46,8 @@ class HarnessConfig:
     """Layout over the ranks."""
     include_path: str | None = None
     """Folder of task files (.yaml); then lm-eval's own tasks, which download, are left out."""
+    data_dir: str | None = None
+    """Folder that the data paths in task files are relative to; default: the current one."""
     compare: str | None = None
     """A second model, shown beside the first."""
     limit: int | None = None
@@ -67,8 +70,10 @@ class HarnessConfig:
                 raise ValueError(f"{name}={value} must be at least 1")
         if self.dtype is not None:
             dtype_of(self.dtype)
-        if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise ValueError(f"include_path={self.include_path} is no folder")
+        for name in ("include_path", "data_dir"):
+            folder = getattr(self, name)
+            if folder is not None and not Path(folder).is_dir():
+                raise ValueError(f"{name}={folder} is no folder")
 
 
 class HarnessModel(TemplateLM):
@@ -205,9 +210,8 @@ def run_tasks(config: HarnessConfig, parallel: Parallel) -> dict[str, dict[str, 
 
     Raises ValueError for a task that does not exist and for what cannot be loaded.
     """
-    manager = TaskManager(
-        include_path=config.include_path, include_defaults=config.include_path is None
-    )
+    include_path = config.include_path and str(Path(config.include_path).absolute())
+    manager = TaskManager(include_path=include_path, include_defaults=include_path is None)
     unknown = sorted(set(config.tasks) - set(manager.all_tasks))
     if unknown:
         raise ValueError(f"no tasks named {unknown}; there are {manager.all_tasks[:20]}")
@@ -220,10 +224,11 @@ def run_tasks(config: HarnessConfig, parallel: Parallel) -> dict[str, dict[str, 
             micro_batch_size=config.micro_batch_size,
             seq_length=config.seq_length,
         )
-        found = lm_eval.simple_evaluate(
-            model, tasks=config.tasks, task_manager=manager, limit=config.limit, bootstrap_iters=0,
-            log_samples=False,
-        )  # fmt: skip
+        with contextlib.chdir(config.data_dir or "."):
+            found = lm_eval.simple_evaluate(
+                model, tasks=config.tasks, task_manager=manager, limit=config.limit,
+                bootstrap_iters=0, log_samples=False,
+            )  # fmt: skip
         results[path] = {task: _numbers(values) for task, values in found["results"].items()}
     return results
 

@@ -90,17 +90,19 @@ def test_local_tasks_give_a_table_and_unknown_ones_are_refused(model_folder, tmp
     data = tmp_path / "pairs.jsonl"
     data.write_text("\n".join(json.dumps({"good": "It was", "bad": "It wsa"}) for _ in range(4)))
     (tmp_path / "task.yaml").write_text(
-        f"task: tiny\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {data}}}}}\n"
+        f"task: tiny\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {data.name}}}}}\n"
         "output_type: multiple_choice\nvalidation_split: validation\ndoc_to_text: ''\n"
         "doc_to_target: 0\ndoc_to_choice: '{{[good, bad]}}'\nmetric_list: [{metric: acc}]\n"
     )
     options = dict(
         load=str(model_folder), parallel=ParallelConfig(), include_path=str(tmp_path),
-        tokenizer=TokenizerConfig(),
+        data_dir=str(tmp_path), tokenizer=TokenizerConfig(),
     )  # fmt: skip
     parallel = layout(1, 1)
     results = run_tasks(HarnessConfig(tasks=["tiny"], **options), parallel)
     assert results[str(model_folder)]["tiny"]["acc"] in (0.0, 1.0)  # four times the same pair
     assert "acc" in table(results)
+    with pytest.raises(ValueError, match="data_dir=.*is no folder"):
+        HarnessConfig(tasks=["tiny"], **(options | {"data_dir": str(data)}))
     with pytest.raises(ValueError, match="no tasks named"):
         run_tasks(HarnessConfig(tasks=["nothing"], **options), parallel)
