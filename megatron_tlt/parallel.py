@@ -225,6 +225,11 @@ def _shared_groups() -> Iterator[None]:
         parallel_state.create_group = create
 
 
+def world_store() -> dist.Store:
+    """The key-value store through which the ranks found one another; it lives as long as the world."""
+    return distributed_c10d._get_default_store()
+
+
 def release_model_parallel() -> None:
     """End megatron's groups but stay in the world, so that another layout can be set up in it."""
     if not parallel_state.model_parallel_is_initialized():

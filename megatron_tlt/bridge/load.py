@@ -109,7 +109,7 @@ def load_megatron(
         chunks=chunks,
         model=model,
         vocab_size=vocab_size,
-        tokenizer=tokenizer or _tokenizer_of(state, folder),
+        tokenizer=tokenizer or tokenizer_of(state, folder),
         state=state,
     )
 
@@ -122,7 +122,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
     return dtypes.pop()
 
 
-def _tokenizer_of(state: TrainState, folder: Path) -> TokenizerConfig | None:
+def tokenizer_of(state: TrainState, folder: Path) -> TokenizerConfig | None:
     """The copy beside the checkpoint, else what the run's configuration names."""
     copy = folder.parent / "tokenizer"
     if (copy / "tokenizer.json").is_file():

@@ -1,0 +1,174 @@
+"""The RL loop, synchronous and colocated: every rank generates, then every rank trains."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_tlt.rl.batch import BatchLayout, build_train_batch
+from megatron_tlt.rl.dump import Sample, read_dump, write_dump
+from megatron_tlt.rl.generation import Collection
+from megatron_tlt.rl.metrics import (
+    check_mismatch,
+    length_metrics,
+    reward_metrics,
+    speculation_metrics,
+)
+from megatron_tlt.rl.run_log import RlLogger
+from megatron_tlt.rl.setup import REFERENCE, RlRun, state_to_save
+from megatron_tlt.train.checkpoint import (
+    STATE_FILE,
+    TrainState,
+    iteration_folder,
+    save_checkpoint,
+)
+from megatron_tlt.train.optimizer import gathered_parameters
+
+Metrics = dict[str, float]
+
+
+def train(run: RlRun) -> TrainState:
+    """Train from `run.state` to the last step; returns the final state. Every rank calls it.
+
+    Raises VerifierError, MismatchError, NonFiniteUpdateError or MemoryBudgetError on every rank.
+    """
+    state, training = run.state, run.config.training
+    logger = RlLogger(run.config, run.parallel, state)
+    try:
+        publish(run)
+        if state.iteration == 0 and run.config.evaluation.before_training:
+            logger.evaluation(evaluate(run))
+        while state.iteration < training.train_iters:
+            began = time.perf_counter()
+            collected = generate(run)
+            metrics = rollout_metrics(collected)
+            if not run.config.debug_rollout_only:
+                metrics |= update(run, collected.samples)
+            advance(run, collected.samples)
+            publish(run)
+            logger.step(metrics | timing(run, collected.samples, time.perf_counter() - began))
+            last = state.iteration == training.train_iters
+            if last or _is_multiple(state.iteration, run.config.evaluation.interval):
+                logger.evaluation(evaluate(run))
+            if last or _is_multiple(state.iteration, run.config.checkpoint.save_interval):
+                save(run, logger)
+    finally:
+        logger.close()
+    return state
+
+
+def generate(run: RlRun) -> Collection:
+    """The next step's prompts, their responses and rewards; or those of a dump."""
+    step = run.state.iteration + 1
+    if run.collector is None:
+        with run.clock("reward"):
+            samples = read_dump(run.config.load_debug_rollout_data, step)
+        return Collection(samples=samples, drops={}, num_rounds=0)
+    collected = run.collector.collect(step=step)
+    folder = run.config.save_debug_rollout_data
+    if folder is not None and run.parallel.rank == 0:
+        write_dump(folder, step, collected.samples)
+    return collected
+
+
+def update(run: RlRun, samples: list[Sample]) -> Metrics:
+    """Old and reference log-probabilities, advantages, optimizer updates."""
+    config, trainer = run.config, run.trainer
+    layout = BatchLayout(
+        global_batch_size=config.global_batch_size,
+        max_tokens=config.training.max_tokens_per_gpu,
+        max_response_len=config.rollout.max_response_len,
+    )
+    with run.clock("log_probs"):
+        batch = build_train_batch(samples, config.algorithm, layout, parallel=run.parallel)
+        metrics = trainer.score(batch)
+        check_mismatch(metrics, threshold=config.algorithm.max_logprob_diff)
+        metrics |= trainer.fill_advantages(batch)
+    with run.clock("update"):
+        metrics |= trainer.update(batch)
+    return metrics | {
+        "perf/num_micro_batches": batch.stats.num_micro_batches,
+        "perf/packing_fill": batch.stats.fill,
+        "perf/packing_imbalance": batch.stats.imbalance,
+    }
+
+
+def advance(run: RlRun, samples: list[Sample]) -> None:
+    """Count the step; the reference follows the policy where it is asked to."""
+    run.state.iteration += 1
+    run.state.consumed_train_samples += len(samples)
+    run.state.consumed_train_tokens += sum(
+        len(s.rollout.prompt_tokens) + len(s.rollout.tokens) for s in samples
+    )
+    if _is_multiple(run.state.iteration, run.config.algorithm.ref_update_interval or None):
+        run.trainer.refresh_reference()
+        run.reference_iteration = run.state.iteration
+
+
+def publish(run: RlRun) -> None:
+    """The policy's weights, versioned by the step count, to every engine."""
+    if run.publisher is not None:
+        with run.clock("publish"), gathered_parameters(run.policy.chunks):
+            run.publisher.publish(run.engine, version=run.state.iteration)
+
+
+def evaluate(run: RlRun) -> Metrics:
+    """Metrics of the held-out sets; none without sets."""
+    return {} if run.evaluator is None else run.evaluator.evaluate()
+
+
+def save(run: RlRun, logger: RlLogger) -> None:
+    """Policy, optimizer, cursors and tuner; the reference once, in a folder beside the checkpoints."""
+    options = run.config.checkpoint
+    if options.save is None or run.config.debug_rollout_only:
+        return
+    began = time.perf_counter()
+    with run.clock("save"), gathered_parameters(run.policy.chunks):
+        state = state_to_save(run)
+        root = Path(options.save) / REFERENCE
+        kept = iteration_folder(root, run.reference_iteration)
+        if run.trainer.reference is not None and not (kept / STATE_FILE).is_file():
+            there = replace(state, iteration=run.reference_iteration)
+            save_checkpoint(root, there, run.trainer.reference, None, groups=run.parallel.groups)
+        save_checkpoint(
+            options.save, state, run.policy.model, run.policy.optimizer,
+            groups=run.parallel.groups, keep_last=options.keep_last,
+        )  # fmt: skip
+    logger.saved(options.save, time.perf_counter() - began)
+
+
+def rollout_metrics(collected: Collection) -> Metrics:
+    """What was generated, under the names that users chart."""
+    samples = collected.samples
+    counted = [s.usable and len(s.rollout.tokens) > 0 for s in samples]
+    metrics = length_metrics([len(s.rollout.tokens) for s in samples], [s.truncated for s in samples])
+    metrics |= reward_metrics(
+        [s.reward.score for s in samples], [s.group for s in samples], counted=counted
+    )
+    metrics |= speculation_metrics([s.rollout for s in samples])
+    verdicts = [s.reward.verdict for s, counts in zip(samples, counted, strict=True) if counts]
+    metrics["rollout/pass_rate"] = sum(v >= 1.0 for v in verdicts) / max(len(verdicts), 1)
+    metrics["rollout/verifier_errors"] = sum(bool(s.reward.error) for s in samples)
+    metrics["rollout/num_gen_batches"] = collected.num_rounds
+    for reason, count in collected.drops.items():
+        metrics[f"rollout/dynamic_filter/drop_{reason}"] = count
+    return metrics
+
+
+def timing(run: RlRun, samples: list[Sample], seconds: float) -> Metrics:
+    """Seconds and peak memory of the step's phases, and tokens per second of the whole step."""
+    spent, peaks = run.clock.take()
+    names = {
+        "generate": "rollout_time",
+        "reward": "reward_time",
+        "log_probs": "log_probs_time",
+        "update": "actor_train_time",
+        "publish": "update_weights_time",
+    }
+    metrics = {f"perf/{name}": spent.get(phase, 0.0) for phase, name in names.items()}
+    metrics |= {f"perf/peak_gib_{phase}": peak / 2**30 for phase, peak in peaks.items()}
+    tokens = sum(len(s.rollout.prompt_tokens) + len(s.rollout.tokens) for s in samples)
+    return metrics | {"perf/step_time": seconds, "perf/tokens_per_sec": tokens / seconds}
+
+
+def _is_multiple(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0
