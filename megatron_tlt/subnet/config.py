@@ -98,6 +98,10 @@ class EstConfig:
     seed: int | None = None
     """Seed of the draws; default training.seed."""
 
+    @property
+    def is_dense(self) -> bool:
+        return self.schedule == "dense"
+
     def __post_init__(self) -> None:
         interval = self.resample_interval
         if isinstance(interval, int) and interval < 1:

@@ -18,10 +18,11 @@ from megatron_tlt.parallel import Parallel
 from megatron_tlt.subnet.adaptive import AdaptiveGrower
 from megatron_tlt.subnet.coverage import Coverage
 from megatron_tlt.subnet.draw import HASH_VERSION, Plan, PlanKey, draw_plan, plan_key
-from megatron_tlt.subnet.flops import FlopsMeter
+from megatron_tlt.subnet.flops import FlopsMeter, plan_flops
 from megatron_tlt.subnet.frozen import IdleFreezer, OwnedParameter
 from megatron_tlt.subnet.modules import SkipCalls, SubnetTransformerLayer
 from megatron_tlt.subnet.schedule import Schedule
+from megatron_tlt.subnet.spec import est_layer_spec
 from megatron_tlt.subnet.stats import RunStats, StepOutcome
 
 import torch
@@ -33,6 +34,9 @@ from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 
 class EstSubnets:
     """Sets the plan of every step on this rank's layers, and keeps the numbers of the run."""
+
+    layer_spec = staticmethod(est_layer_spec)
+    """What the model is built of."""
 
     def __init__(self, schedule: Schedule, parallel: Parallel) -> None:
         """Raises ValueError when this layout would give ranks unequal work."""
@@ -58,6 +62,8 @@ class EstSubnets:
         self._freezer: IdleFreezer | None = None
         self._key: PlanKey | None = None
         self._iteration = 0
+        self.flops_per_token = 0.0
+        """Of the step that `begin_step` began: forward and backward, all ranks, head included."""
 
     def attach(
         self, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer | None = None
@@ -89,6 +95,7 @@ class EstSubnets:
         first = self.plan is None
         if key != self._key:
             self._key, self.plan = key, draw_plan(self.schedule, iteration)
+            self.flops_per_token = plan_flops(self.schedule, self.plan).total
             self._apply()
         else:
             for layer in self._layers:
@@ -112,22 +119,24 @@ class EstSubnets:
         self._freezer.set_idle(skipped=skipped, parts=parts)
 
     def end_step(self, outcome: StepOutcome) -> bool:
-        """Count the step that `begin_step` began; True when it was the last one of an adaptive stage.
+        """Count the step that `begin_step` began; True when it was the last one of its stage.
 
-        `outcome` must be the same on every rank, but for its seconds.
+        `outcome` must be the same on every rank, but for its seconds. A step without an update cost FLOPs
+        and nothing else: it trained nothing, and its loss may not be a number.
         """
         assert self.plan is not None, "end_step without begin_step"
-        self.meter.add(self.plan, tokens=outcome.tokens)
-        self.coverage.add(self.plan)
-        self.stats.add(self.plan.stage, outcome)
-        grew = self._grower.observe(
-            outcome.loss,
-            next_step=self._iteration + 1,
-            latest_end=self.schedule.stages[self.plan.stage].end,
-        )
-        if grew:
+        work = self.meter.add(self.plan, tokens=outcome.tokens)
+        if outcome.updated:
+            self.coverage.add(self.plan)
+            self.stats.add(self.plan.stage, outcome, flops=work.total)
+            self._grow(outcome.loss)
+        return self.schedule.stage_index(self._iteration + 1) != self.plan.stage
+
+    def _grow(self, loss: float) -> None:
+        """Adaptive: let the loss of the step decide whether the next one begins a stage."""
+        end = self.schedule.stages[self._grower.stage].end
+        if self._grower.observe(loss, next_step=self._iteration + 1, latest_end=end):
             self.schedule = self._base.with_growth_at(self._grower.grown_at)
-        return grew
 
     @contextmanager
     def full_model(self) -> Iterator[None]:
@@ -158,7 +167,11 @@ class EstSubnets:
             "est-saving-total": saving.total,
             "est-touched-heads": self.coverage.summary("heads").touched,
             "est-touched-mlp": self.coverage.summary("mlp").touched,
-        }
+        } | self.stats.metrics(self.plan.stage)
+
+    def stage_rows(self) -> list[dict[str, float]]:
+        """What the stages so far did, one row each; see `RunStats.rows`."""
+        return self.stats.rows(self.schedule)
 
     def state_dict(self) -> dict[str, object]:
         """Plain values for a checkpoint. The plans themselves need none: they follow from the step."""
@@ -172,7 +185,13 @@ class EstSubnets:
         }
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on where `state` was taken. Raises ValueError when it was another schedule's."""
+        """Go on where `state` was taken. Raises ValueError when it was another schedule's, or none's (empty:
+        a dense run)."""
+        if not state:
+            raise ValueError(
+                f"the checkpoint was trained without subnets, this run has est.schedule="
+                f"{self._base.options.schedule}: set est.schedule=dense, or start with checkpoint.finetune"
+            )
         ours = {"hash_version": HASH_VERSION} | self._base.identity()
         theirs = {"hash_version": state["hash_version"]} | state["schedule"]
         different = [name for name in ours if ours[name] != theirs.get(name)]
@@ -180,7 +199,8 @@ class EstSubnets:
             raise ValueError(
                 "the checkpoint was trained on other subnets: "
                 + "; ".join(f"{n} was {theirs.get(n)!r}, is {ours[n]!r}" for n in different)
-                + " (give the run's est options as they were, or start with checkpoint.finetune)"
+                + "; give the run's est options as they were (ends in steps or tokens where train_iters "
+                "changes), or start with checkpoint.finetune"
             )
         self._grower.load_state_dict(state["grower"])
         self.meter.load_state_dict(state["meter"])

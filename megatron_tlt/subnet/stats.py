@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from megatron_tlt.subnet.flops import dense_flops, stage_flops
+from megatron_tlt.subnet.flops import dense_flops
 from megatron_tlt.subnet.schedule import Schedule
 
 
@@ -13,6 +13,7 @@ class StageStats:
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    flops: float = 0.0
     grad_norm: float = 0.0
     clipped: int = 0
     """Steps whose gradient norm was above the clipping threshold."""
@@ -27,6 +28,8 @@ class StepOutcome:
     clip_grad: float
     tokens: int
     seconds: float
+    updated: bool = True
+    """False when the optimizer did not step."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,35 +38,46 @@ class RunStats:
 
     stages: dict[int, StageStats] = field(default_factory=dict)
 
-    def add(self, stage: int, outcome: StepOutcome) -> None:
-        """Count a step of `stage`."""
+    def add(self, stage: int, outcome: StepOutcome, *, flops: float) -> None:
+        """Count a step of `stage` that cost `flops` over all ranks."""
         stats = self.stages.setdefault(stage, StageStats())
         stats.steps += 1
         stats.tokens += outcome.tokens
         stats.seconds += outcome.seconds
+        stats.flops += flops
         stats.grad_norm += outcome.grad_norm
         stats.clipped += outcome.clip_grad > 0.0 and outcome.grad_norm > outcome.clip_grad
 
+    def metrics(self, stage: int) -> dict[str, float]:
+        """Means over the steps of `stage` so far; 0 before its first one."""
+        stats = self.stages.get(stage, StageStats())
+        steps = max(stats.steps, 1)
+        return {
+            "est-grad-norm": stats.grad_norm / steps,
+            "est-clip-fraction": stats.clipped / steps,
+        }
+
     def rows(self, schedule: Schedule) -> list[dict[str, float]]:
-        """One row a stage. `predicted`: its FLOPs per token over the dense model's; `measured`: its seconds
-        per token over the full stage's, where that has run."""
+        """One row a stage. `flops`: its FLOPs per token over the dense model's. `predicted` and `measured`:
+        its FLOPs and its seconds per token over those of the last stage that has run, which in the end is
+        the full model."""
         dense = dense_flops(schedule.shape).total
-        full = self.stages.get(len(schedule.stages) - 1)
-        rows = []
-        for number, stats in sorted(self.stages.items()):
-            row = {
+        if not self.stages:
+            return []
+        last = self.stages[max(self.stages)]
+        return [
+            {
                 "stage": number,
                 "steps": stats.steps,
                 "grad_norm": stats.grad_norm / stats.steps,
                 "clip_fraction": stats.clipped / stats.steps,
-                "seconds_per_token": stats.seconds / max(stats.tokens, 1),
-                "predicted": stage_flops(schedule, schedule.stages[number]).total / dense,
+                "seconds_per_token": stats.seconds / stats.tokens,
+                "flops": stats.flops / stats.tokens / dense,
+                "predicted": (stats.flops / stats.tokens) / (last.flops / last.tokens),
+                "measured": (stats.seconds / stats.tokens) / (last.seconds / last.tokens),
             }
-            if full is not None and full.seconds > 0.0:
-                per_token = full.seconds / max(full.tokens, 1)
-                row["measured"] = row["seconds_per_token"] / per_token
-            rows.append(row)
-        return rows
+            for number, stats in sorted(self.stages.items())
+        ]
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         return {

@@ -89,6 +89,8 @@ class TrainState:
     model: dict[str, object] = field(default_factory=dict)
     tokenizer: dict[str, object] = field(default_factory=dict)
     data: dict[str, object] = field(default_factory=dict)
+    est: dict[str, object] = field(default_factory=dict)
+    """Subnet schedule and meters; empty for a dense run."""
     seed: int = 0
     config: dict[str, object] = field(default_factory=dict)
 

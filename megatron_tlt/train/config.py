@@ -1,5 +1,6 @@
 """What a pretraining run is told: the loop's own settings, and all sections together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -8,6 +9,9 @@ from megatron_tlt.data.pretrain import DataConfig
 from megatron_tlt.data.tokenizer import TokenizerConfig
 from megatron_tlt.models.gpt import ModelConfig
 from megatron_tlt.parallel import ParallelConfig
+from megatron_tlt.subnet.config import EstConfig
+from megatron_tlt.subnet.schedule import Schedule, build_schedule
+from megatron_tlt.subnet.shape import ModelShape
 from megatron_tlt.train.batch_size import BatchSchedule, build_batch_schedule
 from megatron_tlt.train.checkpoint import CheckpointConfig
 from megatron_tlt.train.optimizer import OptimizerConfig
@@ -94,6 +98,8 @@ class PretrainConfig:
     """Training, validation and test data."""
     training: TrainingConfig
     """The loop."""
+    est: EstConfig
+    """Subnets that grow to the full model (evolving subnetwork training)."""
     optimizer: OptimizerConfig
     """AdamW, schedules, gradient reduction."""
     checkpoint: CheckpointConfig
@@ -122,10 +128,39 @@ class PretrainConfig:
                     )
         return schedule
 
+    def tokens_after(self, world_size: int) -> Callable[[int], int]:
+        """Tokens of the first n steps, as a function of n."""
+        batches, seq_length = self.batch_schedule(world_size), self.model.seq_length
+        return lambda steps: batches.samples_after(steps) * seq_length
+
+    def subnet_schedule(self, world_size: int, *, vocab_size: int) -> Schedule:
+        """The subnets of this run. The vocabulary counts for FLOPs alone.
+
+        Raises ValueError, with the nearest legal values, for rates or a layout that cannot be.
+        """
+        tensor = self.parallel.tensor_model_parallel_size
+        schedule = build_schedule(
+            self.est,
+            ModelShape.of(
+                self.model, padded_vocab_size=self.model.padded_vocab_size(vocab_size, tensor)
+            ),
+            train_iters=self.training.train_iters,
+            seed=self.training.seed,
+            tokens_after=self.tokens_after(world_size),
+        )
+        schedule.check_layout(
+            tensor=tensor,
+            pipeline=self.parallel.pipeline_model_parallel_size,
+            virtual=self.parallel.num_model_chunks,
+        )
+        return schedule
+
     def check(self, world_size: int) -> None:
         """All checks that need no process group. Raises ValueError with the numbers."""
         self.batch_schedule(world_size)
         self.model.check_layout(self.parallel)
+        if not self.est.is_dense:
+            self.subnet_schedule(world_size, vocab_size=1)
         self.optimizer.schedule_iters(self.training.train_iters)
 
     @property

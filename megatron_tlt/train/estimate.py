@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from megatron_tlt.models.gpt import ModelConfig
 from megatron_tlt.parallel import ParallelConfig
+from megatron_tlt.subnet.flops import dense_flops
+from megatron_tlt.subnet.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,11 +111,4 @@ def flops_per_token(model: ModelConfig, *, padded_vocab_size: int) -> float:
     Attention scores and values are counted for the causal half only, the output head with the padded
     vocabulary, recomputation not at all (so MFU is not raised by it).
     """
-    h, d = model.hidden_size, model.kv_channels
-    n, g = model.num_attention_heads, model.num_query_groups
-    linears = (
-        h * (n + 2 * g) * d + n * d * h + h * model.ffn_hidden_size * (3 if model.swiglu else 2)
-    )
-    attention = 2 * n * d * (model.seq_length + 1) / 2
-    multiply_adds = model.num_layers * (linears + attention) + h * padded_vocab_size
-    return 3 * 2 * multiply_adds
+    return dense_flops(ModelShape.of(model, padded_vocab_size=padded_vocab_size)).total

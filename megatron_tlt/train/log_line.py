@@ -15,14 +15,15 @@ class Interval:
     grad_norms: list[float] = field(default_factory=list)
     seconds: float = 0.0
     tokens: int = 0
-    samples: int = 0
+    flops: float = 0.0
+    """Of the work that was done: a subnet costs less than the model."""
 
-    def add(self, result: StepResult, *, seconds: float, tokens: int, samples: int) -> None:
+    def add(self, result: StepResult, *, seconds: float, tokens: int, flops_per_token: float) -> None:
         self.losses.append(result.loss)
         self.grad_norms.append(result.grad_norm)
         self.seconds += seconds
         self.tokens += tokens
-        self.samples += samples
+        self.flops += tokens * flops_per_token
 
     @property
     def steps(self) -> int:
@@ -41,18 +42,22 @@ class Speed:
     seconds_per_iteration: float
     tokens_per_second: float
     tflops_per_device: float
+    """Of the work done."""
+    dense_tflops_per_device: float
+    """That dense steps over the same tokens in the same time would have done."""
     mfu: float
 
 
 def measure_speed(
-    interval: Interval, *, flops_per_token: float, world_size: int, peak_flops: float
+    interval: Interval, *, dense_flops_per_token: float, world_size: int, peak_flops: float
 ) -> Speed:
     tokens_per_second = interval.tokens / interval.seconds
-    per_device = tokens_per_second * flops_per_token / world_size
+    per_device = interval.flops / interval.seconds / world_size
     return Speed(
         seconds_per_iteration=interval.seconds / interval.steps,
         tokens_per_second=tokens_per_second,
         tflops_per_device=per_device / 1e12,
+        dense_tflops_per_device=tokens_per_second * dense_flops_per_token / world_size / 1e12,
         mfu=per_device / peak_flops,
     )
 
@@ -77,7 +82,32 @@ def training_line(metrics: dict[str, float], *, iteration: int, train_iters: int
         f"MFU: {m['mfu'] * 100:.1f}%",
         f"ETA: {left}",
     ]
+    if "est-stage" in m:
+        parts += _subnet_parts(m)
     return f" [{datetime.now()}] " + " | ".join(parts) + " |"
+
+
+def _subnet_parts(m: dict[str, float]) -> list[str]:
+    return [
+        f"stage: {m['est-stage']}",
+        f"subnet: {m['est-layers']:.3f} layers {m['est-heads']:.3f} heads {m['est-mlp']:.3f} mlp",
+        f"dense-equivalent (TFLOP/s/GPU): {m['throughput-dense-equivalent']:.3f}",
+        f"FLOPs saved: {m['est-saving-total']:.1%}",
+        f"clipped: {m['est-clip-fraction']:.1%}",
+    ]
+
+
+def stage_line(row: dict[str, float], *, last_stage: int) -> str:
+    """What a stage did (`RunStats.rows`), its step time against that of `last_stage`."""
+    parts = [
+        f"stage {row['stage']}: {row['steps']} steps",
+        f"FLOPs per token: {row['flops']:.3f} of dense",
+        f"step time per token (us): {row['seconds_per_token'] * 1e6:.2f}",
+        f"over stage {last_stage}'s: predicted {row['predicted']:.3f} measured {row['measured']:.3f}",
+        f"grad norm: {row['grad_norm']:.3f}",
+        f"clipped: {row['clip_fraction']:.1%}",
+    ]
+    return " " + " | ".join(parts) + " |"
 
 
 def validation_line(loss: float, *, iteration: int, train_iters: int, tokens: int) -> str:

@@ -1,6 +1,7 @@
 """What `--dry_run` prints: layout, parameters, memory and FLOPs, before anything is built."""
 
 from megatron_tlt import device
+from megatron_tlt.subnet.flops import describe_stages
 from megatron_tlt.train.config import PretrainConfig
 from megatron_tlt.train.estimate import (
     activation_bytes,
@@ -31,10 +32,22 @@ def describe_plan(config: PretrainConfig, *, vocab_size: int, world_size: int) -
         f"{training.micro_batch_size} per rank",
         f" vocabulary: {vocab_size} padded to {padded}",
         f" parameters: {counts.total:,}",
-        f" FLOPs per step: {per_token * tokens:.4e} ({per_token:.4e} per token), "
+        f" FLOPs per step: {per_token * tokens:.4e} ({per_token:.4e} per token) of the full model, "
         f"whole run: {per_token * model.seq_length * samples:.4e}",
     ]
+    lines += _subnet_lines(config, vocab_size, world_size)
     return "\n".join(lines + _memory_lines(config, padded, data_parallel))
+
+
+def _subnet_lines(config: PretrainConfig, vocab_size: int, world_size: int) -> list[str]:
+    """The stages; rates and layouts that cannot be have been refused before (`PretrainConfig.check`)."""
+    if config.est.is_dense:
+        return []
+    return describe_stages(
+        config.subnet_schedule(world_size, vocab_size=vocab_size),
+        tensor=config.parallel.tensor_model_parallel_size,
+        tokens_after=config.tokens_after(world_size),
+    )
 
 
 def _memory_lines(config: PretrainConfig, padded_vocab_size: int, data_parallel: int) -> list[str]:

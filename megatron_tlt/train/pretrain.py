@@ -5,25 +5,14 @@ import time
 from collections.abc import Iterator
 
 from megatron_tlt import device
-from megatron_tlt.config import to_yaml
 from megatron_tlt.data.gpt_dataset import SampleDataset
 from megatron_tlt.data.sampler import PretrainSampler, build_batch_iterator
-from megatron_tlt.files import write_text
-from megatron_tlt.metrics import JsonlSink, MetricSinks, TensorBoardSink
-from megatron_tlt.parallel import Parallel, seed_everything
+from megatron_tlt.parallel import seed_everything
+from megatron_tlt.subnet.stats import StepOutcome
 from megatron_tlt.train.checkpoint import TrainState, save_checkpoint
-from megatron_tlt.train.config import PretrainConfig
-from megatron_tlt.train.estimate import flops_per_token
-from megatron_tlt.train.log_line import (
-    Interval,
-    Speed,
-    measure_speed,
-    perplexity,
-    training_line,
-    validation_line,
-)
 from megatron_tlt.train.optimizer import gathered_parameters
-from megatron_tlt.train.setup import PretrainRun, peak_flops_per_device
+from megatron_tlt.train.run_log import RunLogger
+from megatron_tlt.train.setup import PretrainRun
 from megatron_tlt.train.step import Batch, StepResult, evaluate, train_step
 
 
@@ -48,9 +37,13 @@ def pretrain(run: PretrainRun) -> TrainState:
             samples = run.batch_size(state.consumed_train_samples)
             result = _step(run, batches, samples)
             skipped_in_a_row = 0 if result.updated else skipped_in_a_row + 1
-            logger.after_step(result, seconds=time.perf_counter() - began, samples=samples)
+            seconds = time.perf_counter() - began
+            stage_ended = run.subnets.end_step(_outcome(run, result, samples, seconds))
+            logger.after_step(result, seconds=seconds, samples=samples)
             _check_finite(run, result, skipped_in_a_row)
             last = state.iteration == training.train_iters
+            if last or stage_ended:
+                logger.stage_ended()
             leave = _is_multiple(state.iteration, training.exit_interval)
             if last or _is_multiple(state.iteration, training.eval_interval):
                 logger.validation(evaluate_run(run))
@@ -66,6 +59,7 @@ def pretrain(run: PretrainRun) -> TrainState:
 def _step(run: PretrainRun, batches: Iterator[Batch], samples: int) -> StepResult:
     """One optimizer step and the counting that goes with it."""
     state, parallel = run.state, run.parallel
+    run.subnets.begin_step(state.iteration)
     model = run.config.model
     if model.hidden_dropout > 0.0 or model.attention_dropout > 0.0:
         seed_everything(step_seed(state.seed, state.iteration, parallel.dp_rank))
@@ -85,6 +79,19 @@ def _step(run: PretrainRun, batches: Iterator[Batch], samples: int) -> StepResul
     state.nan_iterations += not result.finite_loss
     state.nan_grad_norms += not result.finite_grad_norm
     return result
+
+
+def _outcome(
+    run: PretrainRun, result: StepResult, samples: int, seconds: float
+) -> StepOutcome:
+    return StepOutcome(
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        clip_grad=run.config.optimizer.clip_grad,
+        tokens=samples * run.config.model.seq_length,
+        seconds=seconds,
+        updated=result.updated,
+    )
 
 
 def step_seed(seed: int, iteration: int, dp_rank: int) -> int:
@@ -135,15 +142,16 @@ def _train_batches(run: PretrainRun) -> Iterator[Batch]:
 
 
 def evaluate_run(run: PretrainRun) -> tuple[float, int] | None:
-    """(mean loss in nats, tokens) over the first eval_iters global batches of the validation data; None
-    without such data. The same samples each time, so two values differ by the weights alone."""
+    """(mean loss in nats, tokens) of the full model over the first eval_iters global batches of the
+    validation data; None without such data. The same samples each time, so two values differ by the
+    weights alone."""
     training = run.config.training
     if run.valid_data is None or training.eval_iters == 0:
         return None
     batches = _validation_batches(run.valid_data, run)
     per_rank = training.global_batch_size // (training.micro_batch_size * run.parallel.dp_size)
     total, tokens = 0.0, 0
-    with gathered_parameters(run.chunks):
+    with run.subnets.full_model(), gathered_parameters(run.chunks):
         for _ in range(training.eval_iters):
             loss, count = evaluate(
                 run.chunks, batches, num_microbatches=per_rank, parallel=run.parallel
@@ -174,6 +182,7 @@ def save_run(run: PretrainRun) -> float | None:
         return None
     began = time.perf_counter()
     run.state.scheduler = run.scheduler.state_dict()
+    run.state.est = run.subnets.state_dict()
     with gathered_parameters(run.chunks):
         save_checkpoint(
             options.save,
@@ -184,108 +193,3 @@ def save_run(run: PretrainRun) -> float | None:
             keep_last=options.keep_last,
         )
     return time.perf_counter() - began
-
-
-class RunLogger:
-    """Prints on the last rank, as Megatron does, and keeps metrics.jsonl and TensorBoard there."""
-
-    def __init__(self, run: PretrainRun) -> None:
-        config = run.config
-        self._run = run
-        self._logs = run.parallel.is_last_rank
-        self._interval = Interval()
-        self._peak = peak_flops_per_device(config)
-        tp = config.parallel.tensor_model_parallel_size
-        self._flops = flops_per_token(
-            config.model,
-            padded_vocab_size=config.model.padded_vocab_size(run.tokenizer.vocab_size, tp),
-        )
-        self._sinks = MetricSinks(_sinks(config, run.parallel))
-        if self._logs:
-            write_text(config.log_dir / "config.yaml", to_yaml(config))
-
-    def after_step(self, result: StepResult, *, seconds: float, samples: int) -> None:
-        """Count the step; at the end of an interval, or when it was not finite, print and record."""
-        seq_length = self._run.config.model.seq_length
-        self._interval.add(
-            result, seconds=seconds, tokens=samples * seq_length, samples=samples
-        )
-        state, config = self._run.state, self._run.config
-        due = state.iteration % config.logging.log_interval == 0
-        if not (due or not result.updated or state.iteration == config.training.train_iters):
-            return
-        speed = measure_speed(
-            self._interval,
-            flops_per_token=self._flops,
-            world_size=self._run.parallel.world_size,
-            peak_flops=self._peak,
-        )
-        metrics = self._training_metrics(speed, samples)
-        self._say(
-            training_line(
-                metrics, iteration=state.iteration, train_iters=config.training.train_iters
-            )
-        )
-        self._write("train", metrics)
-        self._interval = Interval()
-
-    def _training_metrics(self, speed: Speed, batch_size: int) -> dict[str, float]:
-        state, groups = self._run.state, self._run.optimizer.param_groups
-        return {
-            "lm loss": self._interval.loss,
-            "grad-norm": self._interval.grad_norms[-1],
-            "learning-rate": groups[0]["lr"] if groups else self._run.config.optimizer.lr,
-            "batch-size": batch_size,
-            "consumed-samples": state.consumed_train_samples,
-            "consumed-tokens": state.consumed_train_tokens,
-            "skipped-iterations": state.skipped_iterations,
-            "nan-iterations": state.nan_iterations,
-            "nan-grad-norms": state.nan_grad_norms,
-            "iteration-time": speed.seconds_per_iteration,
-            "tokens-per-second": speed.tokens_per_second,
-            "throughput": speed.tflops_per_device,
-            "mfu": speed.mfu,
-            "world-size": self._run.parallel.world_size,
-            "mem-max-allocated-bytes": device.max_memory_bytes(),
-        }
-
-    def validation(self, result: tuple[float, int] | None) -> None:
-        if result is None:
-            return
-        loss, tokens = result
-        iteration, train_iters = self._run.state.iteration, self._run.config.training.train_iters
-        self._say(
-            validation_line(loss, iteration=iteration, train_iters=train_iters, tokens=tokens)
-        )
-        metrics = {"lm loss validation": loss, "lm loss validation ppl": perplexity(loss)}
-        self._write("validation", metrics)
-
-    def nothing_to_do(self) -> None:
-        done, wanted = self._run.state.iteration, self._run.config.training.train_iters
-        self._say(f" the checkpoint is at iteration {done} of {wanted}: nothing to do")
-
-    def saved(self, seconds: float | None) -> None:
-        if seconds is None:
-            return
-        folder, iteration = self._run.config.checkpoint.save, self._run.state.iteration
-        self._say(f" saved checkpoint of iteration {iteration} to {folder} in {seconds:.2f} s")
-        self._write("checkpoint", {"save-checkpoint-seconds": seconds})
-
-    def _say(self, line: str) -> None:
-        if self._logs:
-            print(line, flush=True)
-
-    def _write(self, kind: str, metrics: dict[str, float]) -> None:
-        state = self._run.state
-        self._sinks.write(
-            kind, metrics, iteration=state.iteration, samples=state.consumed_train_samples
-        )
-
-    def close(self) -> None:
-        self._sinks.close()
-
-
-def _sinks(config: PretrainConfig, parallel: Parallel) -> list:
-    if not parallel.is_last_rank:
-        return []
-    return [JsonlSink(config.log_dir / "metrics.jsonl"), TensorBoardSink(config.tensorboard_dir)]

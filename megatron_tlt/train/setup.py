@@ -19,6 +19,7 @@ from megatron_tlt.train.checkpoint import (
     read_train_state,
 )
 from megatron_tlt.train.config import PretrainConfig
+from megatron_tlt.train.est import Subnets, build_subnets
 from megatron_tlt.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from megatron_tlt.train.step import attach_finalizer
 
@@ -44,6 +45,8 @@ class PretrainRun:
     """The same, wrapped: what a step runs."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    subnets: Subnets
+    """Which part of the model a step trains."""
     state: TrainState
 
 
@@ -59,6 +62,9 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
     if saved is not None:
         check_identity("model", saved.model, model_identity(config.model))
         check_identity("tokenizer", saved.tokenizer, tokenizer.identity())
+    subnets = build_subnets(config, parallel, vocab_size=tokenizer.vocab_size)
+    if saved is not None and not config.checkpoint.finetune:
+        subnets.load_state_dict(saved.est)
     batch_size = config.batch_schedule(parallel.world_size)
     train_data, valid_data = _build_data(config, parallel, tokenizer, batch_size)
     model = build_chunks(
@@ -66,11 +72,13 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
         parallel,
         vocab_size=tokenizer.vocab_size,
         params_dtype=config.training.params_dtype,
+        layer_spec=subnets.layer_spec,
     )
     initialize_parameters(model, seed=config.training.seed, vocab_size=tokenizer.vocab_size)
     chunks = wrap_data_parallel(model, config.optimizer, parallel)
     attach_finalizer(chunks, parallel)
     optimizer = build_optimizer(chunks, config.optimizer, parallel)
+    subnets.attach(chunks, optimizer)
     run = PretrainRun(
         config=config,
         parallel=parallel,
@@ -87,6 +95,7 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
             train_iters=config.training.train_iters,
             samples_after=batch_size.samples_after,
         ),
+        subnets=subnets,
         state=_fresh_state(config, tokenizer, train_data),
     )
     if checkpoint is not None:

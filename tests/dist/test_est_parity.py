@@ -262,18 +262,27 @@ def resumed_plans(run: Run, first: int) -> list[int]:
     return [run.subnets.begin_step(number).digest() for number in range(first, STEPS)]
 
 
+def stepped(steps: int, **est: object) -> Run:
+    """A run after so many steps; it ends the groups of the one before, which can make no further step."""
+    run = Run("tiny-gpt2", {"est": est})
+    for number in range(steps):
+        run.step(number)
+    return run
+
+
 def test_plans_and_meters_resume_in_the_middle_of_a_stage():
-    whole, part = Run("tiny-gpt2", {}), Run("tiny-gpt2", {})
-    for run, steps in ((whole, 8), (part, 5)):
-        for number in range(steps):
-            run.step(number)
+    whole, part = stepped(8), stepped(5)
     resumed = Run("tiny-gpt2", {})
     resumed.subnets.load_state_dict(part.subnets.state_dict())
     for number in range(5, 8):
         resumed.step(number)
     assert resumed.subnets.meter.saving() == whole.subnets.meter.saving()
     assert resumed.subnets.coverage.summary("mlp") == whole.subnets.coverage.summary("mlp")
-    assert resumed.subnets.metrics() == whole.subnets.metrics()
+    ours, theirs = resumed.subnets.metrics(), whole.subnets.metrics()
+    weights = {"est-grad-norm", "est-clip-fraction"}  # of the weights, which are not carried over here
+    assert {k: v for k, v in ours.items() if k not in weights} == {
+        k: v for k, v in theirs.items() if k not in weights
+    }
     assert resumed_plans(resumed, 8) == resumed_plans(whole, 8)
 
 
@@ -286,17 +295,14 @@ def test_a_checkpoint_of_other_subnets_is_refused():
 
 def test_an_adaptive_run_grows_and_resumes_its_decisions():
     est = {"schedule": "adaptive", "adaptive_window": 2, "adaptive_min_gain": 10.0}
-    run = Run("tiny-gpt2", {"est": est})
-    for number in range(6):
-        run.step(number)
-    assert [stage.start for stage in run.subnets.schedule.stages] == [0, 4, 20]
+    whole, part = stepped(10, **est), stepped(6, **est)
+    assert [stage.start for stage in part.subnets.schedule.stages] == [0, 4, 20]
     resumed = Run("tiny-gpt2", {"est": est})
-    resumed.subnets.load_state_dict(run.subnets.state_dict())
+    resumed.subnets.load_state_dict(part.subnets.state_dict())
     for number in range(6, 10):
-        run.step(number)
         resumed.step(number)
-    assert resumed.subnets.schedule.stages == run.subnets.schedule.stages
-    assert [stage.start for stage in run.subnets.schedule.stages] == [0, 4, 8]
+    assert resumed.subnets.schedule.stages == whole.subnets.schedule.stages
+    assert [stage.start for stage in whole.subnets.schedule.stages] == [0, 4, 8]
 
 
 def test_the_loss_falls_at_growth_and_never_jumps():

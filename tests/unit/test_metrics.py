@@ -55,12 +55,12 @@ def test_a_nan_or_negative_loss_is_printed_and_never_averaged_away():
     for losses, word in (([1.0, math.nan, 3.0], "lm loss: NAN"), ([-2.0], "lm loss: -2.000000E+00")):
         interval = Interval()
         for loss in losses:
-            interval.add(result(loss), seconds=0.5, tokens=100, samples=2)
+            interval.add(result(loss), seconds=0.5, tokens=100, flops_per_token=1e6)
         assert word in training_line(line_metrics(interval), iteration=3, train_iters=10)
 
 
 def line_metrics(interval):
-    speed = measure_speed(interval, flops_per_token=1e6, world_size=2, peak_flops=1e9)
+    speed = measure_speed(interval, dense_flops_per_token=1e6, world_size=2, peak_flops=1e9)
     return {
         "lm loss": interval.loss, "grad-norm": 1.0, "learning-rate": 1e-4, "batch-size": 8,
         "consumed-samples": 24, "skipped-iterations": 0, "nan-iterations": 1, "nan-grad-norms": 0,
@@ -71,7 +71,7 @@ def line_metrics(interval):
 
 def test_the_line_has_the_fields_that_scripts_look_for_in_megatrons_order():
     interval = Interval()
-    interval.add(result(2.0), seconds=0.5, tokens=100, samples=2)
+    interval.add(result(2.0), seconds=0.5, tokens=100, flops_per_token=1e6)
     line = training_line(line_metrics(interval), iteration=3, train_iters=10)
     names = [
         "iteration        3/      10", "consumed samples:", "elapsed time per iteration (ms): 500.0",
@@ -86,10 +86,11 @@ def test_the_line_has_the_fields_that_scripts_look_for_in_megatrons_order():
 def test_speed_is_per_device_and_mfu_a_share_of_all_devices():
     interval = Interval()
     for _ in range(4):
-        interval.add(result(1.0), seconds=0.25, tokens=500, samples=1)
-    speed = measure_speed(interval, flops_per_token=3e6, world_size=4, peak_flops=3e9)
+        interval.add(result(1.0), seconds=0.25, tokens=500, flops_per_token=3e6)
+    speed = measure_speed(interval, dense_flops_per_token=6e6, world_size=4, peak_flops=3e9)
     assert speed.tokens_per_second == 2000
     assert speed.tflops_per_device == 2000 * 3e6 / 4 / 1e12
+    assert speed.dense_tflops_per_device == 2000 * 6e6 / 4 / 1e12
     assert speed.mfu == 0.5
 
 
