@@ -1,7 +1,7 @@
 """The FP8 linear layers of the `local` back-end: they stand where Transformer Engine's stand on GPUs.
 
-Weights stay in bf16 or fp32 and are quantised for each product, so nothing has to be thrown away when a weight
-or its slice changes. Delayed scaling keeps its state in two buffers of a layer (`fp8.scale`,
+Weights stay in bf16 or fp32 and are quantised for each product, so nothing has to be thrown away when a
+weight or its slice changes. Delayed scaling keeps its state in two buffers of a layer (`fp8.scale`,
 `fp8.amax_history`), which the checkpoint holds like weights. Unlike Transformer Engine, which moves to new
 scales after every micro-batch, all micro-batches of an optimizer step use the same ones: so a step does not
 depend on how the batch is cut, recomputed activations are those of the first pass, and one all-reduce a step

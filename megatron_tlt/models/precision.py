@@ -44,7 +44,7 @@ class PrecisionConfig:
     num_layers_at_end_in_bf16: int = 1
     """With first_last_layers_bf16: layers at the end."""
     fp8_param_gather: bool = False
-    """Keep the weights themselves in FP8 and gather them so: Transformer Engine only, and not with subnets."""
+    """Keep and gather the weights themselves in FP8: Transformer Engine only, and not with subnets."""
 
     def __post_init__(self) -> None:
         if self.fp8_amax_history_len < 1:

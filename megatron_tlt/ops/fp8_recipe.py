@@ -2,7 +2,8 @@
 
 - delayed: one scale a tensor, from the amax of earlier steps.
 - tensorwise: one scale a tensor, from the tensor itself (TE's Float8CurrentScaling).
-- blockwise: powers of two for 1 x 128 (input, gradient) and 128 x 128 (weight) tiles (TE's Float8BlockScaling).
+- blockwise: powers of two for tiles of 1 x 128 (input, gradient) and 128 x 128 (weight; TE's
+  Float8BlockScaling).
 - mxfp8: powers of two for 1 x 32 tiles along the sum of each product (TE's MXFP8BlockScaling).
 
 With tiles along one direction a tensor and its transpose are two quantisations of the same input, so each
