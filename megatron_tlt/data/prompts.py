@@ -48,7 +48,7 @@ class PromptDataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRecord:
-    """One row. Example: PromptRecord(prompt=Prompt(prompt_id=7, tokens=(51, 32)), text="3 5=8?", label="8")."""
+    """One row. Example: PromptRecord(prompt=Prompt(prompt_id=7, tokens=(51,)), text="3", label="8")."""
 
     prompt: Prompt
     """Its number is that of the row, over all files, so it does not change when others are left out."""

@@ -127,7 +127,7 @@ class MicroBatch:
     tokens: torch.Tensor
     """`[b, s]` int64."""
     labels: torch.Tensor
-    """`[b, s]` int64: the token that follows in the same sequence; 0 at a sequence's last token and padding."""
+    """`[b, s]` int64: the token that follows in its sequence; 0 at the last one and at padding."""
     position_ids: torch.Tensor
     """`[b, s]` int64, from 0 in each sequence."""
     segments: torch.Tensor

@@ -187,7 +187,8 @@ def mismatch_weights(
 ) -> MismatchWeights:
     """Importance weights pi_train(old) / pi_rollout, bounded to `bounds` = (low, high).
 
-    level "token", keep "truncate": truncated importance sampling, TIS (https://fengyao.notion.site/off-policy-rl).
+    level "token", keep "truncate": truncated importance sampling, TIS
+    (https://fengyao.notion.site/off-policy-rl).
     level "token", keep "mask": tokens outside the bounds get 0 (icepop, https://ringtech.notion.site/icepop).
     level "sequence": the ratio is the geometric mean over the response, so with keep "mask" whole responses
     drop out (sequence mask). Weights are 0 where `mask` is.
