@@ -1,14 +1,16 @@
 """What a pretraining run is told: the loop's own settings, and all sections together."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from megatron_tlt.data.pretrain import DataConfig
 from megatron_tlt.data.tokenizer import TokenizerConfig
 from megatron_tlt.models.gpt import ModelConfig
+from megatron_tlt.models.precision import PrecisionConfig
 from megatron_tlt.parallel import ParallelConfig
+from megatron_tlt.subnet.alignment import check_slices
 from megatron_tlt.subnet.config import EstConfig
 from megatron_tlt.subnet.schedule import Schedule, build_schedule
 from megatron_tlt.subnet.shape import ModelShape
@@ -100,6 +102,8 @@ class PretrainConfig:
     """The loop."""
     est: EstConfig
     """Subnets that grow to the full model (evolving subnetwork training)."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """FP8 of the linear layers."""
     optimizer: OptimizerConfig
     """AdamW, schedules, gradient reduction."""
     checkpoint: CheckpointConfig
@@ -153,12 +157,25 @@ class PretrainConfig:
             pipeline=self.parallel.pipeline_model_parallel_size,
             virtual=self.parallel.num_model_chunks,
         )
+        if self.precision.fp8 is not None:
+            self.precision.check_subnets()
+            check_slices(
+                schedule,
+                alignment=self.precision.recipe.alignment,
+                reason=f"precision.fp8_recipe={self.precision.fp8_recipe}",
+                tensor_model_parallel_size=tensor,
+            )
         return schedule
 
     def check(self, world_size: int) -> None:
         """All checks that need no process group. Raises ValueError with the numbers."""
         self.batch_schedule(world_size)
         self.model.check_layout(self.parallel)
+        self.precision.check_shapes(
+            self.model,
+            tensor_model_parallel_size=self.parallel.tensor_model_parallel_size,
+            micro_batch_size=self.training.micro_batch_size,
+        )
         if not self.est.is_dense:
             self.subnet_schedule(world_size, vocab_size=1)
         self.optimizer.schedule_iters(self.training.train_iters)

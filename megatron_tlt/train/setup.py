@@ -73,6 +73,7 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
         vocab_size=tokenizer.vocab_size,
         params_dtype=config.training.params_dtype,
         layer_spec=subnets.layer_spec,
+        precision=config.precision,
     )
     initialize_parameters(model, seed=config.training.seed, vocab_size=tokenizer.vocab_size)
     chunks = wrap_data_parallel(model, config.optimizer, parallel)

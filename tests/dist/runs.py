@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron_tlt.data.pretrain import DataConfig
 from megatron_tlt.data.tokenizer import TokenizerConfig
 from megatron_tlt.models.gpt import ModelConfig
+from megatron_tlt.models.precision import PrecisionConfig
 from megatron_tlt.parallel import ParallelConfig, init_parallel
 from megatron_tlt.subnet.config import EstConfig
 from megatron_tlt.train.checkpoint import CheckpointConfig
@@ -43,6 +44,7 @@ def run_config(log_dir, *, preset="tiny-gpt2", **sections: dict) -> PretrainConf
         data=DataConfig(**data),
         training=TrainingConfig(**training),
         est=EstConfig(**sections.get("est", {})),
+        precision=PrecisionConfig(**sections.get("precision", {})),
         optimizer=OptimizerConfig(**optimizer),
         checkpoint=CheckpointConfig(**sections.get("checkpoint", {})),
         logging=LoggingConfig(log_interval=1, log_dir=str(log_dir), peak_tflops=1.0),
