@@ -96,6 +96,15 @@ class PrecisionConfig:
             return None
         return self.recipe
 
+    def check_subnets(self) -> None:
+        """Raise ValueError for what does not go with subnets."""
+        if self.fp8_param_gather:
+            raise ValueError(
+                "precision.fp8_param_gather=true does not go with est.schedule: a slice of weights that are "
+                "stored in FP8 has no transpose and no block scales of its own; leave it out, so that "
+                "weights stay in bf16 and slices are quantised at use"
+            )
+
     def check_shapes(
         self, model: HasLayerShape, *, tensor_model_parallel_size: int, micro_batch_size: int
     ) -> None:
