@@ -36,7 +36,7 @@ class PhaseClock:
 
     Example: with clock("generate"): ...; clock.take() -> {"generate": 1.2, ...} and starts anew.
     `budget_bytes` bounds the peak of every phase (0: no bound); `peak_bytes` and `reset_peak` read the
-    allocator, so that a test can pass one of its own. `watch` is called as a phase begins.
+    allocator, so that a test can pass one of its own. `watch` is called as a phase begins, with its name.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PhaseClock:
         watch: Callable[[Phase], None] | None = None,
     ) -> None:
         self._budget, self._peak_bytes, self._reset = budget_bytes, peak_bytes, reset_peak
-        self._watch = watch
+        self.watch = watch
         self._last: Phase | None = None
         self._running: Phase | None = None
         self.seconds: dict[Phase, float] = {}
@@ -59,8 +59,8 @@ class PhaseClock:
         """Everything inside belongs to `phase`. Raises MemoryBudgetError at its end, with both numbers."""
         assert self._running is None, f"{phase} begins inside {self._running}"
         assert phase in _AFTER[self._last], f"{phase} must not follow {self._last}"
-        if self._watch is not None:
-            self._watch(phase)
+        if self.watch is not None:
+            self.watch(phase)
         self._reset()
         self._running, began = phase, time.perf_counter()
         yield

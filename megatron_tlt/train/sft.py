@@ -1,8 +1,8 @@
-"""Supervised fine-tuning on prompts and responses: the loss counts response tokens alone, sequences are packed.
+"""Supervised fine-tuning on prompts and responses: packed sequences, and a loss that counts responses alone.
 
 A step takes the next `global_batch_size` examples of an order that depends on seed and epoch alone, cuts them
-into micro-batches of a token budget, and divides by the response tokens of the whole batch, so neither packing
-nor the layout changes the gradient.
+into micro-batches of a token budget, and divides by the response tokens of the whole batch, so neither
+packing nor the layout changes the gradient.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_tlt import device
+from megatron_tlt.data.prompts import encode_prompt
 from megatron_tlt.data.tokenizer import Tokenizer
 from megatron_tlt.models.gpt import GPT
 from megatron_tlt.ops.cross_entropy import vocab_parallel_cross_entropy
@@ -47,6 +48,8 @@ class SftDataConfig:
     """Key of the text to learn."""
     append_eos: bool = True
     """End every response with the tokenizer's end-of-sequence token."""
+    add_bos: bool = True
+    """Begin every prompt with the tokenizer's BOS, if it has one, as RL does."""
     max_length: int | None = None
     """Longest prompt plus response in tokens; longer examples are left out, and counted. Default: the
     model's longest."""
@@ -120,7 +123,8 @@ def read_examples(
                 f"{place}: wants text under {config.prompt_key!r} and {config.response_key!r}, has keys "
                 f"{sorted(record)}"
             )
-        prompt, response = tokenizer.tokenize(texts[0]), tokenizer.tokenize(texts[1]) + end
+        prompt = encode_prompt(tokenizer, texts[0], add_bos=config.add_bos)
+        response = tokenizer.tokenize(texts[1]) + end
         if not prompt or not response:
             raise ValueError(f"{place}: prompt or response has no tokens")
         if len(prompt) + len(response) > max_length:
@@ -227,7 +231,10 @@ class SftTrainer:
         responses = [data.responses[i] for i in chosen]
         lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
         plan = plan_micro_batches(
-            lengths, max_tokens=self.config.max_tokens_per_gpu, num_ranks=self.parallel.dp_size
+            lengths,
+            max_tokens=self.config.max_tokens_per_gpu,
+            num_ranks=self.parallel.dp_size,
+            multiple_of=len(self.chunks) > 1 and self.parallel.groups.pp.size() or 1,
         )
         mine = plan[self.parallel.dp_rank]
         batches = build_micro_batches(prompts, responses, mine, parallel=self.parallel)
