@@ -178,11 +178,14 @@ def update_delayed_scaling(
     history.copy_(torch.where(met, moved, history))
 
 
-def rounding_error(dtype: torch.dtype) -> float:
-    """Root mean square relative error of rounding a value whose mantissa is log-uniform in [1, 2).
+def rounding_error(dtype: torch.dtype, sigma: float = 1.0) -> float:
+    """Root mean square error, relative to `sigma`, of rounding N(0, sigma^2) to `dtype`.
 
-    The error is uniform in half a unit of the last place, so its square is 2^(-2 p) / 12 in units of the
-    binade for p mantissa bits, over the mean square 3 / (2 ln 2) of the mantissa.
+    With p mantissa bits the error in the binade from 2^e is uniform in half a unit of the last place, so its
+    mean square is 2^(2 (e - p)) / 12; subnormal numbers and saturation are left out.
     """
     bits = {E4M3: 3, E5M2: 2}[dtype]
-    return math.sqrt(2.0 ** (-2 * bits) / 12.0 / (1.5 / math.log(2.0)))
+    below = [math.erf(2.0**e / (sigma * math.sqrt(2.0))) for e in range(-40, 41)]
+    binades = zip(range(-40, 40), below, below[1:])
+    mean_square = sum(4.0 ** (e - bits) / 12.0 * (high - low) for e, low, high in binades)
+    return math.sqrt(mean_square) / sigma

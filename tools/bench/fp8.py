@@ -1,0 +1,219 @@
+"""Each FP8 recipe against bf16: the error of its products beside theory, and the loss of whole training runs.
+
+The runs have the same weights, data and schedule and differ by the precision of the linear layers only. The
+model is the quickstart's shape with an MLP of 768 neurons (blockwise needs multiples of 128) on bytes of the
+Python standard library. `loss_diff_pct` compares the mean training loss of the last tenth of the steps.
+Theory: the errors of rounding two normal factors, independent (ops/fp8.rounding_error).
+
+    python -m tools.bench.fp8          # about 30 minutes of one core; writes results/fp8.json and fp8.png
+    python -m tools.bench.fp8 --toy    # seconds; for CI
+"""
+
+import argparse
+import math
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+
+from megatron_tlt import device
+from megatron_tlt.data.corpus import read_documents
+from megatron_tlt.data.prepare import prepare_corpus
+from megatron_tlt.models.fp8_linear import Fp8Quantizer
+from megatron_tlt.models.gpt import ModelConfig, build_chunks
+from megatron_tlt.models.initialize import initialize_parameters
+from megatron_tlt.models.precision import PrecisionConfig
+from megatron_tlt.ops.fp8 import FP8_MAX, rounding_error
+from megatron_tlt.ops.fp8_linear import fp8_linear
+from megatron_tlt.ops.fp8_recipe import GRAD, INPUT, WEIGHT, Recipe
+from megatron_tlt.ops.linear import linear
+from megatron_tlt.parallel import Parallel, ParallelConfig, init_parallel
+from megatron_tlt.train.optimizer import (
+    OptimizerConfig, build_optimizer, build_scheduler, wrap_data_parallel,
+)  # fmt: skip
+from megatron_tlt.train.step import attach_finalizer, train_step
+from tools.bench.common import RESULTS, command_line, write_result
+
+import matplotlib
+import torch
+
+matplotlib.use("Agg")  # no display needed
+from matplotlib import pyplot
+
+BYTES = 256
+PRECISIONS: dict[str, dict[str, object]] = {
+    "bf16": {},
+    "delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "delayed, max of 16": {
+        "fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 16,
+        "fp8_amax_compute_algo": "max",
+    },
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+}  # fmt: skip
+
+
+def product_errors(recipe: Recipe | None, *, tokens: int, features: int) -> dict[str, float]:
+    """Relative errors (Frobenius norm) of the products of one layer on normal operands, against float64,
+    and the theory of the FP8 ones. Delayed scaling: with the scales that the operands themselves set."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, features), (features, features), (tokens, features))
+    x, w, grad = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    if recipe is None:
+        out = linear(*leaves)
+    else:
+        quantizer = Fp8Quantizer(recipe)
+        if recipe.is_delayed:
+            amax = torch.stack([t.abs().max().float() for t in (x, w, grad)])
+            quantizer.scale.copy_(recipe.largest() / amax)
+        out = fp8_linear(*leaves, quantizer=quantizer)
+    out.backward(grad)
+    x, w, grad = x.double(), w.double(), grad.double()
+    pairs = {
+        "gemm": (out, x @ w.t()), "dgrad": (leaves[0].grad, grad @ w),
+        "wgrad": (leaves[1].grad, grad.t() @ x),
+    }  # fmt: skip
+    errors = {
+        f"{name}_rel_err": round(((ours - exact).norm() / exact.norm()).item(), 5)
+        for name, (ours, exact) in pairs.items()
+    }
+    return errors if recipe is None else errors | _theory(recipe, (x, w, grad))
+
+
+def _theory(recipe: Recipe, operands: tuple[torch.Tensor, ...]) -> dict[str, float]:
+    """The errors of two independently rounded factors add in squares. Tiles are scaled by powers of two,
+    which changes no relative error; one scale a tensor moves its values within a binade."""
+    errors = []
+    for tensor, x in enumerate(operands):
+        sigma, dtype = x.std().item(), recipe.dtype(tensor)
+        if recipe.alignment == 16:
+            sigma *= FP8_MAX[dtype] / x.abs().max().item()
+        errors.append(rounding_error(dtype, sigma))
+    pairs = {"gemm": (INPUT, WEIGHT), "dgrad": (GRAD, WEIGHT), "wgrad": (GRAD, INPUT)}
+    return {
+        f"{name}_theory": round(math.hypot(errors[i], errors[j]), 5) for name, (i, j) in pairs.items()
+    }
+
+
+def corpus_bytes(size: int) -> torch.Tensor:
+    """The first `size` bytes of the training part of the Python standard library's source."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_corpus("python_stdlib", folder, data_dir=None)
+        text, total = [], 0
+        for document in read_documents(Path(folder) / "train.jsonl"):
+            text.append(document.encode("utf-8"))
+            total += len(text[-1])
+            if total >= size:
+                break
+    return torch.frombuffer(bytearray(b"".join(text)[:size]), dtype=torch.uint8).long()
+
+
+def batch_of(corpus: torch.Tensor, step: int, options: argparse.Namespace) -> dict:
+    """The batch of a step: the same for every precision."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(corpus) - options.seq - 1, (options.batch,), generator=generator)
+    data = torch.stack([corpus[start : start + options.seq + 1] for start in starts.tolist()])
+    tokens, labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+    positions = torch.arange(options.seq).expand_as(tokens)
+    return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape),
+            "position_ids": positions}  # fmt: skip
+
+
+def train(
+    precision: PrecisionConfig, corpus: torch.Tensor, parallel: Parallel, options: argparse.Namespace
+) -> list[float]:
+    """The loss of every step."""
+    model = ModelConfig(
+        num_layers=options.layers, hidden_size=options.hidden, ffn_hidden_size=3 * options.hidden,
+        num_attention_heads=4, num_query_groups=2, seq_length=options.seq,
+    )  # fmt: skip
+    precision.check_shapes(model, tensor_model_parallel_size=1, micro_batch_size=options.batch)
+    bare = build_chunks(
+        model, parallel, vocab_size=BYTES, params_dtype=torch.bfloat16, precision=precision
+    )
+    initialize_parameters(bare, seed=1, vocab_size=BYTES)
+    config = OptimizerConfig(
+        lr=2e-3, min_lr=2e-4, lr_decay_style="cosine", lr_warmup_iters=options.steps // 20
+    )
+    chunks = wrap_data_parallel(bare, config, parallel)
+    attach_finalizer(chunks, parallel)
+    optimizer = build_optimizer(chunks, config, parallel)
+    scheduler = build_scheduler(
+        optimizer, config, train_iters=options.steps, samples_after=lambda n: n * options.batch
+    )
+    losses = []
+    for step in range(options.steps):
+        batch = {k: v.to(device.device()) for k, v in batch_of(corpus, step, options).items()}
+        losses.append(train_step(chunks, optimizer, [batch], parallel=parallel).loss)
+        scheduler.step(increment=options.batch)
+    return losses
+
+
+def plot(curves: dict[str, list[float]], path: Path) -> None:
+    """Loss of every recipe, and its difference from bf16 in percent, both as means of a window."""
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(7, 6), layout="constrained")
+    window = max(1, len(curves["bf16"]) // 50)
+    base = _means(curves["bf16"], window)
+    steps = [window * (number + 1) for number in range(len(base))]
+    for name, curve in curves.items():
+        means = _means(curve, window)
+        above.plot(steps, means, label=name)
+        below.plot(steps, [100 * (a / b - 1) for a, b in zip(means, base)], label=name)
+    above.set(ylabel="loss (nats per byte)", yscale="log")
+    below.set(xlabel="step", ylabel="difference from bf16 (%)", ylim=(-3, 3))
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    above.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _means(values: list[float], window: int) -> list[float]:
+    iterator = iter(values)
+    chunks = iter(lambda: list(islice(iterator, window)), [])
+    return [sum(chunk) / len(chunk) for chunk in chunks]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--toy", action="store_true", help="seconds instead of minutes; for CI")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4)
+    options = parser.parse_args()
+    if options.toy:
+        options.steps, options.layers, options.hidden, options.seq = 4, 2, 128, 64
+    torch.set_num_threads(1)
+    parallel = init_parallel(ParallelConfig(), seed=1)
+    corpus = corpus_bytes(200_000 if options.toy else 8_000_000)
+    rows, curves = [], {}
+    for name, fields in PRECISIONS.items():
+        precision, before = PrecisionConfig(**fields), time.process_time()
+        curves[name] = train(precision, corpus, parallel, options)
+        tail = max(1, options.steps // 10)
+        loss, base = (sum(curves[key][-tail:]) / tail for key in (name, "bf16"))
+        rows.append(
+            {"recipe": name, "fp8": precision.fp8 or "none", "steps": options.steps,
+             "layers": options.layers, "hidden": options.hidden,
+             "tokens_per_step": options.batch * options.seq, "first_loss": round(curves[name][0], 5),
+             "last_loss": round(loss, 5), "loss_diff_pct": round(100 * abs(loss / base - 1), 4)}
+            | product_errors(precision.recipe, tokens=1024, features=options.hidden)
+            | {"cpu_s": round(time.process_time() - before, 1)}
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    fp8 = [row for row in rows if row["fp8"] != "none"]
+    summary = {
+        "max_loss_diff_pct": max(row["loss_diff_pct"] for row in fp8),
+        "max_gemm_rel_err": max(row["gemm_rel_err"] for row in fp8),
+        "time": "cpu_s is emulation on one core and says nothing about FP8 hardware",
+    }
+    write_result("fp8", command_line("tools.bench.fp8"), rows, summary, folder=options.output)
+    plot(curves, options.output / "fp8.png")
+
+
+if __name__ == "__main__":
+    main()
