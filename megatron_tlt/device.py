@@ -10,6 +10,7 @@ import functools
 import os
 import resource
 import time
+from pathlib import Path
 
 import torch
 
@@ -78,6 +79,16 @@ def total_memory_bytes() -> int:
     if is_cuda():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def record_memory_history() -> None:
+    """Keep the stack of every allocation from now on (CUDA only), for `dump_memory_snapshot`."""
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write what the CUDA allocator holds, and its history, for pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def describe() -> str:

@@ -9,6 +9,8 @@ from megatron_tlt.config import build_parser, parse
 from megatron_tlt.parallel import Parallel, ParallelConfig, init_parallel, shutdown_parallel
 
 EXIT_BAD_INPUT = 2
+EXIT_FILE_VARIABLE = "MEGATRON_TLT_EXIT_FILE"
+"""Names the file in which a rank leaves its exit code for the launcher, when it ends as it was asked to."""
 
 
 class EntryConfig(Protocol):

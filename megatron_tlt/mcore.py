@@ -1,12 +1,13 @@
 """The seam to megatron-core 0.16.1: import this before any `megatron.core` module.
 
-Three kinds of change, each with the place it mends:
+Four kinds of change, each with the place it mends:
 1. CPU layer (only where there is no CUDA): megatron-core names `device="cuda"` literally in factory calls,
    asks `Tensor.type()` for a CUDA type, and keeps dropout state in CUDA generators.
 2. Checkpoint writing: megatron-core starts a manager process that re-imports the program (seconds, and a
    hang where the program is not importable) and forks a writer per file. Here the saving rank writes its
    files itself.
-3. Start-up on CPU: its import does not load torch's compiler.
+3. Checkpoint reading: its reader unpickles a checkpoint's index; ours (`mcore_reader.py`) takes its place.
+4. Start-up on CPU: its import does not load torch's compiler.
 Its saving and loading of the distributed optimizer's state over torch's AdamW is wrong in four ways (a fresh
 one cannot load, KeyError('step'), one step tensor shared by all parameters, moments of a buffer's last
 parameter lost); `train/optimizer_state.py` does that instead.
@@ -23,6 +24,7 @@ import warnings
 from collections.abc import Iterator
 
 from megatron_tlt import device
+from megatron_tlt.mcore_reader import TrustedReader
 
 import torch
 
@@ -67,6 +69,7 @@ def _without_compiler() -> Iterator[None]:
 
 with _without_compiler():
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
     from megatron.core.tensor_parallel import random as tp_random
 
 MEGATRON_CORE_VERSION = "0.16.1"
@@ -177,7 +180,7 @@ class _NoCount:
 
 
 def _write_in_process(transforms, use_msc, rank, write_buckets, results_queue) -> None:
-    """Write this rank's buckets one after the other, each fsynced; the first error is what is put."""
+    """Write this rank's buckets one after the other, each fsynced. Raises the first error."""
     local, written = queue.Queue(), {}
     for number, bucket in enumerate(write_buckets):
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
@@ -185,8 +188,7 @@ def _write_in_process(transforms, use_msc, rank, write_buckets, results_queue) -
         )
         _, result = local.get_nowait()
         if isinstance(result, Exception):
-            results_queue.put(result)
-            return
+            raise result
         written[number] = result
     results_queue.put(written)
 
@@ -201,3 +203,4 @@ def _write_checkpoints_in_process() -> None:
 if not device.is_cuda():
     _install_cpu_layer()
 _write_checkpoints_in_process()
+torch_strategy._get_filesystem_reader = lambda folder, cache_metadata=False: TrustedReader(folder)

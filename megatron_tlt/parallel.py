@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron_tlt import device, mcore  # noqa: F401  (mcore before megatron.core)
+from megatron_tlt.rendezvous import join_store
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -147,19 +148,28 @@ def world_size_from_env() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_rank_from_env() -> int:
+    """Number of this rank on its node, as torchrun announces it; 0 for a plain `python` start."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def init_parallel(config: ParallelConfig, *, seed: int) -> Parallel:
     """Join the process group, build megatron's groups and seed the model-parallel RNG states.
 
     A plain `python` start (no torchrun) becomes a world of one rank.
-    Raises ValueError when the world does not fit the layout.
+    Raises ValueError when the world does not fit the layout, TimeoutError or ConnectionError when not all
+    ranks come together.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = local_rank_from_env()
     config.data_parallel_size(world_size_from_env())
     device.set_local_device(local_rank)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
         if "RANK" in os.environ:
-            dist.init_process_group(device.backend(), timeout=timeout)
+            store, rank, size = join_store(seconds=timeout.total_seconds())
+            dist.init_process_group(
+                device.backend(), store=store, rank=rank, world_size=size, timeout=timeout
+            )
         else:
             store = dist.HashStore()
             dist.init_process_group(

@@ -17,6 +17,8 @@ from megatron_tlt.subnet.shape import ModelShape
 from megatron_tlt.train.batch_size import BatchSchedule, build_batch_schedule
 from megatron_tlt.train.checkpoint import CheckpointConfig
 from megatron_tlt.train.optimizer import OptimizerConfig
+from megatron_tlt.train.profiling import ProfilingConfig
+from megatron_tlt.train.watchdog import TimeoutConfig
 
 import torch
 
@@ -48,15 +50,28 @@ class TrainingConfig:
     """With skip: this many skipped steps in a row end the run."""
     exit_interval: int | None = None
     """Save and end the run after an iteration that is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and end the run, with exit code 4, after the iteration at which it has run for this long."""
+    check_weight_hash_across_dp_replicas_interval: int | None = None
+    """Compare the weights of the data-parallel replicas bit by bit every so many iterations; a rank that
+    differs ends the run by name."""
+    spike_threshold: float = 10.0
+    """Report a loss that many deviations above the median of the last 100, with the samples of its step."""
 
     def __post_init__(self) -> None:
         positive = ("train_iters", "global_batch_size", "micro_batch_size", "max_skipped_iterations")
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"training.{name}={getattr(self, name)} must be at least 1")
-        for name in ("eval_interval", "exit_interval"):
+        intervals = (
+            "eval_interval", "exit_interval", "check_weight_hash_across_dp_replicas_interval"
+        )  # fmt: skip
+        for name in intervals:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"training.{name}={getattr(self, name)} must be at least 1")
+        for name in ("exit_duration_in_mins", "spike_threshold"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"training.{name}={getattr(self, name)} must be above 0")
         if self.eval_iters < 0:
             raise ValueError(f"training.eval_iters={self.eval_iters} must not be negative")
 
@@ -110,6 +125,10 @@ class PretrainConfig:
     """Saving and resuming."""
     logging: LoggingConfig
     """Log line, metrics files."""
+    timeouts: TimeoutConfig
+    """How long each phase may take before the run ends and says which rank is late."""
+    profiling: ProfilingConfig
+    """Profiler window, memory snapshots."""
 
     def batch_schedule(self, world_size: int) -> BatchSchedule:
         """Checked global batch sizes for that many ranks. Raises ValueError with the numbers."""

@@ -63,14 +63,18 @@ def load_optimizer_state(
     *,
     step: int,
 ) -> None:
-    """Copy the loaded tensors (this rank's whole parameters) into the optimizer, and Adam's `step`."""
+    """Copy the loaded tensors (this rank's whole parameters) into the optimizer, and Adam's `step`.
+
+    What `loaded` lacks (a checkpoint of selected tensors) stays as it is."""
     numbers = {param: number for number, param in enumerate(sharded_params)}
     for part in _parts(optimizer):
         distributed = isinstance(part, DistributedOptimizer)
         owned = _distributed_state(part) if distributed else _plain_state(part)
         for param, tensors in owned:
             for name in _wanted(part):
-                source = loaded[f"{numbers[param]}.{name}"]
+                source = loaded.get(f"{numbers[param]}.{name}")
+                if source is None:
+                    continue
                 if distributed:
                     source = source.view(-1)[_owned_range(part, param)]
                 tensors[name].copy_(source)

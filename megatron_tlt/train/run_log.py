@@ -1,5 +1,7 @@
 """The log of a pretraining run: lines on the last rank, as Megatron prints them, and metrics files."""
 
+from pathlib import Path
+
 from megatron_tlt import device
 from megatron_tlt.config import to_yaml
 from megatron_tlt.files import write_text
@@ -18,6 +20,9 @@ from megatron_tlt.train.log_line import (
 )
 from megatron_tlt.train.setup import PretrainRun, peak_flops_per_device
 from megatron_tlt.train.step import StepResult
+
+# JSON and TensorBoard keep whole numbers exact below 2**53.
+_EXACT = 2**53 - 1
 
 
 class RunLogger:
@@ -77,6 +82,7 @@ class RunLogger:
             "skipped-iterations": state.skipped_iterations,
             "nan-iterations": state.nan_iterations,
             "nan-grad-norms": state.nan_grad_norms,
+            "data-digest": self._run.guards.digest() & _EXACT,
             "iteration-time": speed.seconds_per_iteration,
             "tokens-per-second": speed.tokens_per_second,
             "throughput": speed.tflops_per_device,
@@ -113,12 +119,28 @@ class RunLogger:
         done, wanted = self._run.state.iteration, self._run.config.training.train_iters
         self._say(f" the checkpoint is at iteration {done} of {wanted}: nothing to do")
 
-    def saved(self, seconds: float | None) -> None:
-        if seconds is None:
+    def saved(self, done: tuple[float, Path | None] | None) -> None:
+        """A save has begun, ended or both: (seconds that training waited, the checkpoint published)."""
+        if done is None:
             return
-        folder, iteration = self._run.config.checkpoint.save, self._run.state.iteration
-        self._say(f" saved checkpoint of iteration {iteration} to {folder} in {seconds:.2f} s")
+        seconds, published = done
+        if published is not None:
+            self._say(f" saved checkpoint {published} (training waited {seconds:.2f} s)")
         self._write("checkpoint", {"save-checkpoint-seconds": seconds})
+
+    def spike(self, text: str | None, *, samples: int) -> None:
+        """Report an unusual loss with the samples of its step."""
+        if text is None:
+            return
+        end = self._run.state.consumed_train_samples
+        where = f"iteration {self._run.state.iteration}, samples {end - samples} to {end - 1}"
+        self._say(f" warning: spiky loss at {where}: {text}")
+        self._write("spike", {"first-sample": end - samples, "last-sample": end - 1})
+
+    def trace_written(self, path: Path | None) -> None:
+        """On whichever rank has recorded one."""
+        if path is not None:
+            print(f" profiler trace: {path}", flush=True)
 
     def _say(self, line: str) -> None:
         if self._logs:

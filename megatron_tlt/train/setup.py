@@ -20,6 +20,7 @@ from megatron_tlt.train.checkpoint import (
 )
 from megatron_tlt.train.config import PretrainConfig
 from megatron_tlt.train.est import Subnets, build_subnets
+from megatron_tlt.train.guards import RunGuards
 from megatron_tlt.train.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from megatron_tlt.train.step import attach_finalizer
 
@@ -48,6 +49,7 @@ class PretrainRun:
     subnets: Subnets
     """Which part of the model a step trains."""
     state: TrainState
+    guards: RunGuards
 
 
 def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
@@ -60,6 +62,8 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
     tokenizer = build_tokenizer(config.tokenizer)
     saved = None if checkpoint is None else read_train_state(checkpoint)
     if saved is not None:
+        if parallel.rank == 0:
+            print(f" resuming from {checkpoint}", flush=True)
         check_identity("model", saved.model, model_identity(config.model))
         check_identity("tokenizer", saved.tokenizer, tokenizer.identity())
     subnets = build_subnets(config, parallel, vocab_size=tokenizer.vocab_size)
@@ -98,6 +102,12 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
         ),
         subnets=subnets,
         state=_fresh_state(config, tokenizer, train_data),
+        guards=RunGuards(
+            dp_group=parallel.groups.dp,
+            data_digest=0 if saved is None or config.checkpoint.finetune else saved.data_digest,
+            spike_threshold=config.training.spike_threshold,
+            weight_hash_interval=config.training.check_weight_hash_across_dp_replicas_interval,
+        ),
     )
     if checkpoint is not None:
         _restore(run, checkpoint, saved)

@@ -13,7 +13,9 @@ from megatron_tlt.train.checkpoint import CheckpointConfig
 from megatron_tlt.train.config import LoggingConfig, PretrainConfig, TrainingConfig
 from megatron_tlt.train.optimizer import OptimizerConfig
 from megatron_tlt.train.pretrain import pretrain
+from megatron_tlt.train.profiling import ProfilingConfig
 from megatron_tlt.train.setup import build_run
+from megatron_tlt.train.watchdog import TimeoutConfig
 
 import torch
 from megatron.core.dist_checkpointing import load_plain_tensors
@@ -48,6 +50,8 @@ def run_config(log_dir, *, preset="tiny-gpt2", **sections: dict) -> PretrainConf
         optimizer=OptimizerConfig(**optimizer),
         checkpoint=CheckpointConfig(**sections.get("checkpoint", {})),
         logging=LoggingConfig(log_interval=1, log_dir=str(log_dir), peak_tflops=1.0),
+        timeouts=TimeoutConfig(**sections.get("timeouts", {})),
+        profiling=ProfilingConfig(**sections.get("profiling", {})),
     )
 
 

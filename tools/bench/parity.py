@@ -23,7 +23,9 @@ from megatron_tlt.train.checkpoint import CheckpointConfig
 from megatron_tlt.train.config import LoggingConfig, PretrainConfig, TrainingConfig
 from megatron_tlt.train.optimizer import OptimizerConfig
 from megatron_tlt.train.pretrain import pretrain
+from megatron_tlt.train.profiling import ProfilingConfig
 from megatron_tlt.train.setup import build_run
+from megatron_tlt.train.watchdog import TimeoutConfig
 from tools.bench.common import RESULTS, command_line, write_result
 
 from tqdm import tqdm
@@ -82,6 +84,8 @@ def worker(folder: Path, steps: int) -> None:
             est=EstConfig(),
             optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=2, **optimizer),
             checkpoint=CheckpointConfig(),
+            timeouts=TimeoutConfig(),
+            profiling=ProfilingConfig(),
             logging=LoggingConfig(
                 log_interval=1, log_dir=str(folder / cell_name(name, shape, bf16)), peak_tflops=1.0
             ),

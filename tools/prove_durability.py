@@ -1,0 +1,264 @@
+"""A fault campaign over tiny two-rank runs: kill them at random, damage their checkpoints, lose nothing.
+
+    python -m tools.prove_durability [--kills 100] [--corruptions 50] [--seed 1] [--output DIR]
+
+Each run trains a tiny model on two ranks to its last iteration, with a checkpoint every two iterations,
+synchronous and asynchronous in turn. While it runs, one random rank gets SIGKILL or SIGTERM at a random
+moment, half of the time while a save is under way; then the same command is started again. Between starts the
+newest checkpoint may be damaged: one file truncated, one bit flipped, or one file deleted. Checked after
+every start: the run resumed from the newest checkpoint that is whole by its checksums (`lost` counts when
+not), a damaged one was skipped with its file named, and the ranks ended in time (`hung`). Checked after every
+run: weights and moments are bit-equal to those of an uninterrupted run. Exit code 1 unless all of it holds.
+"""
+
+import argparse
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_tlt.parallel import ParallelConfig, init_parallel
+from megatron_tlt.pretrain import main as pretrain_main
+from megatron_tlt.train.checkpoint import iteration_folder, published_iterations
+from megatron_tlt.train.manifest import problems_in, read_manifest
+from megatron_tlt.train.stop import EXIT_SAVED
+from tools.bench.common import RESULTS, command_line, write_result
+from tools.ranks import Ranks
+
+import torch
+from megatron.core.dist_checkpointing import load_plain_tensors
+
+_ITERATIONS = 24
+_SECONDS_PER_START = 90.0
+_RESUMED = re.compile(r"resuming from \S*iter_(\d+)")
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """What a campaign has counted."""
+
+    kills: int = 0
+    kills_in_saves: int = 0
+    by_signal: dict[str, int] = field(default_factory=lambda: {"SIGKILL": 0, "SIGTERM": 0})
+    lost: int = 0
+    hung: int = 0
+    runs: int = 0
+    runs_bit_equal: int = 0
+    corruptions: int = 0
+    corruptions_detected: int = 0
+    starts: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+def arguments(folder: Path, *, async_save: bool) -> list[str]:
+    """The command line of the tiny run; the same for every start."""
+    return [
+        "--model.preset=tiny-llama", "--model.num_layers=2", f"--training.train_iters={_ITERATIONS}",
+        "--training.global_batch_size=4", "--training.micro_batch_size=2", "--training.eval_iters=1",
+        "--training.eval_interval=7", "--data.mock_data=true", "--data.num_workers=0",
+        "--optimizer.lr=1e-3", "--optimizer.lr_warmup_iters=2",
+        "--optimizer.use_distributed_optimizer=true", "--logging.peak_tflops=1",
+        "--logging.log_interval=1", "--checkpoint.save_interval=2", "--checkpoint.keep_last=3",
+        f"--checkpoint.async_save={str(async_save).lower()}",
+        f"--checkpoint.save={folder}", f"--checkpoint.load={folder}",
+    ]  # fmt: skip
+
+
+def whole_iterations(folder: Path) -> list[int]:
+    """Iterations whose checkpoint is whole by its checksums, ascending."""
+    return [n for n in published_iterations(folder) if not problems_in(iteration_folder(folder, n))]
+
+
+class Campaign:
+    """Runs with faults; see the module's description."""
+
+    def __init__(self, folder: Path, *, seed: int) -> None:
+        self._folder, self._random, self.tally = folder, random.Random(seed), Tally()
+        self._references: dict[bool, dict[str, torch.Tensor]] = {}
+        self._logs = 0
+
+    def run(self, *, kills: int, corruptions: int) -> None:
+        """Runs until both numbers are reached."""
+        tally = self.tally
+        while tally.kills < kills or tally.corruptions < corruptions:
+            self._one_run(self._folder / f"run{tally.runs}", async_save=tally.runs % 2 == 1, kills=kills,
+                          corruptions=corruptions)  # fmt: skip
+            print(
+                f" run {tally.runs}: kills {tally.kills} ({tally.kills_in_saves} in saves), corruptions "
+                f"{tally.corruptions} (detected {tally.corruptions_detected}), lost {tally.lost}, hung "
+                f"{tally.hung}, bit-equal {tally.runs_bit_equal} of {tally.runs}",
+                flush=True,
+            )
+
+    def _one_run(self, folder: Path, *, async_save: bool, kills: int, corruptions: int) -> None:
+        tally, damaged, codes = self.tally, None, None
+        while codes != [0, 0]:
+            # After the wanted number of kills the run may finish, and so it may when it has not much left.
+            fault = tally.kills < kills
+            codes = self._start(folder, async_save=async_save, damaged=damaged, fault=fault)
+            if len(tally.failures) > 5:
+                raise SystemExit("too many failures:\n" + "\n".join(tally.failures))
+            damaged = None
+            whole = whole_iterations(folder) if folder.exists() else []
+            if codes != [0, 0] and tally.corruptions < corruptions and len(whole) >= 2:
+                damaged = self._damage(iteration_folder(folder, whole[-1]))
+        tally.runs += 1
+        final = read_tensors(iteration_folder(folder, _ITERATIONS))
+        if async_save not in self._references:
+            self._references[async_save] = self._reference(async_save)
+        reference = self._references[async_save]
+        equal = final.keys() == reference.keys() and all(
+            torch.equal(final[name], reference[name]) for name in reference
+        )
+        tally.runs_bit_equal += equal
+        if not equal:
+            tally.failures.append(f"{folder}: the final tensors are not the uninterrupted run's")
+        shutil.rmtree(folder)
+
+    def _reference(self, async_save: bool) -> dict[str, torch.Tensor]:
+        folder = self._folder / f"reference{int(async_save)}"
+        ranks = self._ranks(folder, async_save, self._folder / "reference.log")
+        assert ranks.wait(_SECONDS_PER_START) == [0, 0], "the uninterrupted run failed"
+        return read_tensors(iteration_folder(folder, _ITERATIONS))
+
+    def _ranks(self, folder: Path, async_save: bool, log: Path) -> Ranks:
+        options = arguments(folder, async_save=async_save)
+        return Ranks(pretrain_main, (options,), world_size=2, log=log)
+
+    def _start(self, folder: Path, *, async_save: bool, damaged: Path | None, fault: bool) -> list[int]:
+        tally = self.tally
+        log = self._folder / f"start{tally.starts}.log"
+        tally.starts += 1
+        expected = (whole_iterations(folder) or [0])[-1] if folder.exists() else 0
+        ranks = self._ranks(folder, async_save, log)
+        if damaged is not None:  # the fault comes after the search for a checkpoint
+            _wait_for(ranks, log, "is not resumed from")
+        sent = self._send_fault(ranks, folder) if fault else None
+        codes = ranks.wait(_SECONDS_PER_START)
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if codes is None:
+            tally.hung += 1
+            tally.failures.append(f"{log}: not over after {_SECONDS_PER_START} s")
+            return []
+        self._check_codes(codes, sent, log)
+        found = _RESUMED.search(text)
+        began = found is not None or "iteration " in text
+        if began and (int(found[1]) if found else 0) != expected:
+            tally.lost += 1
+            resumed = found[1] if found else "nothing"
+            tally.failures.append(f"{log}: resumed from {resumed}, whole was {expected}")
+        if damaged is not None:
+            tally.corruptions_detected += damaged.name in text and "is not resumed from" in text
+        return codes
+
+    def _check_codes(self, codes: list[int], sent: signal.Signals | None, log: Path) -> None:
+        """SIGTERM must end in order, unless it comes before the handler stands; a kill may end the peer anyhow."""
+        in_order = ([0, 0], [EXIT_SAVED, EXIT_SAVED])
+        if sent is None and codes != [0, 0]:
+            self.tally.failures.append(f"{log}: exit codes {codes} although nothing was done to it")
+        early = -signal.SIGTERM in codes
+        if sent == signal.SIGTERM and codes not in in_order and not early:
+            self.tally.failures.append(f"{log}: exit codes {codes} after SIGTERM")
+
+    def _send_fault(self, ranks: Ranks, folder: Path) -> signal.Signals | None:
+        """Kill one rank at a random moment, half of the time while a save is under way."""
+        chance, in_save = self._random, self._random.random() < 0.5
+        until = time.monotonic() + chance.uniform(0.0, 4.0)
+        while ranks.running() and time.monotonic() < until:
+            time.sleep(0.002)
+        until = time.monotonic() + 5.0
+        while in_save and ranks.running() and time.monotonic() < until:
+            if folder.exists() and any(folder.glob(".iter_*.partial")):
+                time.sleep(chance.uniform(0.0, 0.04))
+                break
+            time.sleep(0.0005)
+        if not ranks.running():
+            return None
+        number = chance.choice([signal.SIGKILL, signal.SIGTERM])
+        saving = folder.exists() and any(folder.glob(".iter_*.partial"))
+        ranks.send(chance.randrange(2), number)
+        if number == signal.SIGTERM and chance.random() < 0.5:
+            ranks.send(chance.randrange(2), number)  # a second signal harms nothing
+        self.tally.kills += 1
+        self.tally.kills_in_saves += saving
+        self.tally.by_signal[number.name] += 1
+        return number
+
+    def _damage(self, folder: Path) -> Path:
+        """Truncate, flip or delete one file of a checkpoint; returns the file."""
+        chance = self._random
+        name = chance.choice([*read_manifest(folder), "manifest.json"])
+        path, how = folder / name, chance.choice(["truncate", "flip", "delete"])
+        size = path.stat().st_size
+        if how == "delete":
+            path.unlink()
+        elif how == "truncate":
+            with open(path, "r+b") as stream:
+                stream.truncate(chance.randrange(size))
+        else:
+            place = chance.randrange(size)
+            with open(path, "r+b") as stream:
+                stream.seek(place)
+                byte = stream.read(1)[0] ^ (1 << chance.randrange(8))
+                stream.seek(place)
+                stream.write(bytes([byte]))
+        self.tally.corruptions += 1
+        return path
+
+
+def _wait_for(ranks: Ranks, log: Path, words: str) -> None:
+    while ranks.running() and not (log.exists() and words in log.read_text(errors="replace")):
+        time.sleep(0.01)
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, in this process as a world of one."""
+    init_parallel(ParallelConfig(), seed=1)
+    return load_plain_tensors(str(folder))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--corruptions", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of durability.json")
+    args = parser.parse_args(argv)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="durability_") as folder:
+        campaign = Campaign(Path(folder), seed=args.seed)
+        campaign.run(kills=args.kills, corruptions=args.corruptions)
+    tally = campaign.tally
+    summary = {
+        "kills": tally.kills,
+        "lost": tally.lost,
+        "hung": tally.hung,
+        "bit_equal": tally.runs_bit_equal == tally.runs,
+        "corruptions": tally.corruptions,
+        "corruptions_detected": tally.corruptions_detected,
+    }
+    rows = [
+        {
+            "runs": tally.runs, "starts": tally.starts, "kills_in_saves": tally.kills_in_saves,
+            "kills_by_signal": tally.by_signal, "failures": tally.failures,
+            "iterations_per_run": _ITERATIONS, "seconds": round(time.monotonic() - began, 1),
+        }
+    ]  # fmt: skip
+    command = command_line("tools.prove_durability")
+    path = write_result("durability", command, rows, summary, folder=args.output)
+    print(f"{summary}\n{path}")
+    for failure in tally.failures:
+        print(f"FAIL {failure}", file=sys.stderr)
+    good = not tally.failures and summary["bit_equal"]
+    return 0 if good and tally.corruptions_detected == tally.corruptions else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
