@@ -157,7 +157,7 @@ class Campaign:
         return codes
 
     def _check_codes(self, codes: list[int], sent: signal.Signals | None, log: Path) -> None:
-        """SIGTERM must end in order, unless it comes before the handler stands; a kill may end the peer anyhow."""
+        """SIGTERM must end in order, unless it comes before its handler; of a kill anything may come."""
         in_order = ([0, 0], [EXIT_SAVED, EXIT_SAVED])
         if sent is None and codes != [0, 0]:
             self.tally.failures.append(f"{log}: exit codes {codes} although nothing was done to it")

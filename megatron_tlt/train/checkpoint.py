@@ -1,7 +1,7 @@
 """Checkpoints: save, find and load; callers need this module alone.
 
-What one is made of is in `train/checkpoint_format.py`, how it is written in `train/save.py`, how one is chosen
-and verified in `train/resume.py`.
+What one is made of is in `train/checkpoint_format.py`, how it is written in `train/save.py`, how one is
+chosen and verified in `train/resume.py`.
 """
 
 from collections.abc import Callable

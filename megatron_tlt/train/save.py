@@ -1,14 +1,19 @@
 """Writing checkpoints so that none is lost: write, make durable on every rank, publish, move the tracker.
 
-A save has three parts. `begin` (collective) plans and, for an asynchronous save, copies the tensors to host
-memory; training may go on after it. `write` is each rank's own: its files, their fsync, their SHA-256.
-`complete` (collective) needs every rank's `write`: it writes the index and the manifest, renames the folder
-to its final name, and then moves the tracker. A process killed at any moment leaves the previous checkpoint
-as it was. On nodes with disks of their own one rank a node publishes that node's files.
+A save begins with a collective part: it plans and, when asynchronous, copies the tensors to host memory. What
+follows is file work (`train/publish.py`) in a thread, between short collectives in which all ranks agree that
+the last piece is done:
+
+    every rank writes its files (fsync, SHA-256) | rank 0 writes index, state and manifest, renames the folder
+    to its final name and moves the tracker
+
+On nodes with disks of their own one rank a node publishes that node's files, and the tracker waits for all:
+
+    write | describe (rank 0) | publish (one rank a node) | move the tracker (one rank a node)
+
+A process killed at any moment leaves the previous checkpoint as it was.
 """
 
-import os
-import re
 import secrets
 import time
 from collections.abc import Callable
@@ -17,25 +22,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_tlt import device
-from megatron_tlt.files import delete_folder, fsync_path, publish_folder, write_json, write_text
 from megatron_tlt.parallel import local_rank_from_env
-from megatron_tlt.train.checkpoint_format import (
-    FORMAT_VERSION,
-    STATE_FILE,
-    TRACKER,
-    TrainState,
-    iteration_folder,
-    published_iterations,
-    sharded_state,
-)
-from megatron_tlt.train.manifest import Manifest, file_record, problems_in, write_manifest
+from megatron_tlt.train import publish
+from megatron_tlt.train.checkpoint_format import TrainState, iteration_folder, sharded_state
 from megatron_tlt.train.optimizer_state import optimizer_step
+from megatron_tlt.train.publish import SaveStrategy, Written, clean_leftovers
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -51,16 +46,22 @@ class _Pending:
     state: dict[str, object]
     partial: Path
     final: Path
-    request: AsyncRequest
-    written: Future[Manifest]
+    strategy: SaveStrategy
+    stage: str
+    """The piece of file work that `work` is: write, describe, publish or track."""
+    work: Future
+
+    @property
+    def iteration(self) -> int:
+        return self.state["iteration"]
 
 
 class CheckpointSaver:
     """Writes the checkpoints of one run into `root`. All of its methods are collective over the world.
 
-    With `async_save`, `save` returns once the tensors are copied; the files are written by a thread, and
-    `poll` (every step) or `finish` publishes them. One save is in flight at most. `keep_last` newest complete
-    checkpoints are kept and older ones deleted; None keeps all. Errors of a writing rank are raised on
+    With `async_save`, `save` returns once the tensors are copied; a thread writes the files, and `poll`
+    (every step) or `finish` brings the save to its end. One save is in flight at most. The `keep_last` newest
+    complete checkpoints are kept and older ones deleted; None keeps all. What fails on a rank is raised on
     every rank, with its number.
     """
 
@@ -76,17 +77,22 @@ class CheckpointSaver:
         self._keep_last, self._async = keep_last, async_save
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
-        self.published: Path | None = None
-        """The newest checkpoint that this object has published."""
         self._publishes: bool | None = None
         self._shared = True
+        self.published: Path | None = None
+        """The newest checkpoint that this object has published."""
 
     def __enter__(self) -> "CheckpointSaver":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the writing thread, after what it writes; a save in flight stays unpublished."""
+        """End the thread after what it is writing; a save in flight stays unpublished."""
         self._thread.shutdown()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save has begun that is not yet published."""
+        return self._pending is not None
 
     def save(
         self,
@@ -107,27 +113,19 @@ class CheckpointSaver:
             self.finish()
         return iteration_folder(self._root, state.iteration)
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether a save has begun that is not yet published."""
-        return self._pending is not None
-
     def poll(self) -> None:
-        """Publish the save in flight, if there is one and every rank has written its files."""
-        if self._pending is None:
-            return
-        busy = torch.tensor([int(not self._pending.written.done())], device=device.device())
-        dist.all_reduce(busy)
-        if int(busy) == 0:
-            self.finish()
+        """Go on with the save in flight, if there is one, as far as all ranks are done."""
+        while self._pending is not None:
+            busy = torch.tensor([int(not self._pending.work.done())], device=device.device())
+            dist.all_reduce(busy)
+            if int(busy):
+                return
+            self._advance()
 
     def finish(self) -> None:
-        """Wait for the save in flight, if there is one, and publish it."""
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        self._complete(pending)
-        self.published = pending.final
+        """Wait for the save in flight, if there is one, until it is published."""
+        while self._pending is not None:
+            self._advance()
 
     def _begin(
         self,
@@ -136,17 +134,19 @@ class CheckpointSaver:
         optimizer: MegatronOptimizer | None,
         keep: Callable[[str], bool] | None,
     ) -> _Pending:
+        first = self._publishes is None
         final = iteration_folder(self._root, state.iteration)
         partial = self._make_partial(final)
         if optimizer is not None:
             step = torch.tensor(optimizer_step(optimizer), device=device.device())
             dist.all_reduce(step, op=dist.ReduceOp.MAX)  # a rank without parameters counts no steps
             state.optimizer_step = int(step)
+        strategy = SaveStrategy()
         request = dist_checkpointing.save(
             sharded_state(chunks, optimizer, groups=self._groups, keep=keep),
             str(partial),
-            # One file a rank: two would be written one after the other, with two fsyncs.
-            TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
+            strategy,
+            validate_access_integrity=first,  # a gathering of all names, which do not change
             async_sharded_save=True,
         )
         staged = request.preload_fn() if request.preload_fn else []
@@ -156,8 +156,9 @@ class CheckpointSaver:
             state=asdict(state),
             partial=partial,
             final=final,
-            request=request,
-            written=self._thread.submit(_write_files, request, staged),
+            strategy=strategy,
+            stage="write",
+            work=self._thread.submit(publish.write_files, strategy, request, staged),
         )
 
     def _make_partial(self, final: Path) -> Path:
@@ -178,42 +179,38 @@ class CheckpointSaver:
         partial.mkdir(parents=True, exist_ok=True)
         return partial
 
-    def _complete(self, pending: _Pending) -> None:
-        own = _agree_on_files(pending)
-        for finalize in pending.request.finalize_fns:
-            finalize()
-        manifest = [own]
-        if dist.get_rank() == 0:
-            # The state file is written last of the content; what else is here, rank 0 has written itself.
-            state = {"format_version": FORMAT_VERSION, **pending.state}
-            write_json(pending.partial / STATE_FILE, state)
-            for path in pending.partial.iterdir():
-                if path.name not in own:
-                    own[path.name] = file_record(path)
-        dist.broadcast_object_list(manifest, src=0, device=device.device())
-        if self._publishes:
-            iteration = pending.state["iteration"]
-            write_manifest(pending.partial, manifest[0], iteration=iteration)
-            publish_folder(pending.partial, pending.final)
-        dist.barrier()  # the tracker moves when every node's files stand under their final name
-        if self._publishes:
-            write_text(self._root / TRACKER, str(pending.state["iteration"]))
-            if self._keep_last is not None:
-                self._retire()
-        dist.barrier()
+    def _advance(self) -> None:
+        """Wait for this piece of file work on all ranks, and submit the next; collective."""
+        pending = self._pending
+        reports = _agree(pending)
+        if pending.stage == "write":
+            self._submit("describe", self._describe, reports, on=dist.get_rank() == 0)
+        elif pending.stage == "describe" and not self._shared:
+            self._submit("publish", self._publish, reports[0], on=self._publishes)
+        elif pending.stage == "publish":
+            self._submit("track", self._track, on=self._publishes)
+        else:
+            self._pending, self.published = None, pending.final
 
-    def _retire(self) -> None:
-        """Delete all but the newest `keep_last` complete checkpoints. Incomplete ones count for nothing
-        and stay for inspection, so the last complete one is never among the deleted."""
-        complete = [n for n in published_iterations(self._root) if self._has_right_sizes(n)]
-        for old in complete[: -self._keep_last]:
-            delete_folder(iteration_folder(self._root, old))
+    def _submit(self, stage: str, work: Callable, *arguments: object, on: bool) -> None:
+        function = (work, self._pending, *arguments) if on else (_nothing,)
+        self._pending.stage = stage
+        self._pending.work = self._thread.submit(*function)
 
-    def _has_right_sizes(self, iteration: int) -> bool:
-        folder = iteration_folder(self._root, iteration)
-        # A node with a disk of its own holds its own part.
-        names = None if self._shared else [p.name for p in folder.glob("*.distcp")]
-        return not problems_in(folder, checksum=False, names=names)
+    def _describe(self, pending: _Pending, written: list[Written]):
+        manifest = publish.describe(pending.partial, pending.strategy, written, pending.state)
+        if self._shared:  # nobody else has anything to publish
+            self._publish(pending, manifest)
+            self._track(pending)
+        return manifest
+
+    def _publish(self, pending: _Pending, manifest) -> None:
+        publish.publish(pending.partial, pending.final, manifest, iteration=pending.iteration)
+
+    def _track(self, pending: _Pending) -> None:
+        publish.move_tracker(
+            self._root, pending.iteration, keep_last=self._keep_last, shared=self._shared
+        )
 
 
 def save_checkpoint(
@@ -230,24 +227,7 @@ def save_checkpoint(
         return saver.save(state, chunks, optimizer)
 
 
-def clean_leftovers(root: Path) -> None:
-    """Remove what a killed process left half-written or half-deleted, and put back a checkpoint that it
-    had set aside for one which never came."""
-    for path in root.glob(".iter_*"):
-        retired = re.fullmatch(r"\.(iter_\d+)\.retired", path.name)
-        if retired and not (root / retired[1]).exists():
-            os.replace(path, root / retired[1])
-            fsync_path(root)
-        elif re.fullmatch(r"\.iter_\d+(\.\w+)?\.(partial|deleted|retired)", path.name):
-            delete_folder(path)
-
-
-def _write_files(request: AsyncRequest, buckets: list) -> Manifest:
-    """Write and fsync this rank's tensors; the records of its files. Raises OSError."""
-    if request.async_fn is not None:
-        rank, _, results = request.async_fn_args
-        request.async_fn(rank, buckets, results)
-    return {name: file_record(Path(path)) for path, name, _ in buckets}
+def _nothing() -> None: ...
 
 
 def _copied(bucket: tuple) -> tuple:
@@ -256,18 +236,25 @@ def _copied(bucket: tuple) -> tuple:
     return path, name, (binary, [(item, tensor.clone()) for item, tensor in tensors])
 
 
-def _agree_on_files(pending: _Pending) -> Manifest:
-    """The files of all ranks, once all are durable. Raises on every rank what failed on one."""
-    failure = pending.written.exception()
-    ours = {} if failure is not None else pending.written.result()
-    reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (repr(failure) if failure else None, ours))
-    for rank, (error, _) in enumerate(reports):
+def _agree(pending: _Pending) -> list:
+    """What this piece of work gave on each rank, in rank order, once all have done it; of `write` on rank 0
+    only. Raises RuntimeError on every rank when it failed on one."""
+    failure = pending.work.exception()
+    result = None if failure is not None else pending.work.result()
+    errors: list = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if failure is None else repr(failure))
+    for rank, error in enumerate(errors):
         if error is not None:
             raise RuntimeError(
-                f"the checkpoint {pending.final} was not written: rank {rank}: {error}"
+                f"the checkpoint {pending.final} was not saved: rank {rank}: {error}"
             ) from failure
-    return {name: record for _, files in reports for name, record in files.items()}
+    if pending.stage == "describe":
+        manifest = [result]
+        dist.broadcast_object_list(manifest, src=0, device=device.device())
+        return manifest
+    gathered: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(result, gathered, dst=0)
+    return gathered or []
 
 
 def _who_publishes(partial: Path) -> tuple[bool, bool]:
