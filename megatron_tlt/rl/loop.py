@@ -53,6 +53,7 @@ def train(run: RlRun) -> TrainState:
                 save(run, logger)
     finally:
         logger.close()
+        run.close()
     return state
 
 

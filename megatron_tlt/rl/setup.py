@@ -60,6 +60,11 @@ class RlRun:
     reference_iteration: int = 0
     """Iteration of the policy that the reference is a copy of."""
 
+    def close(self) -> None:
+        """End the reward workers."""
+        if self.collector is not None:
+            self.collector.generator.scorer.close()
+
 
 def find_policy(config: RlConfig) -> tuple[Source, Tokenizer]:
     """Where the policy comes from and its tokenizer; reads small files only. Raises ValueError."""

@@ -98,6 +98,26 @@ def run_loop(root: Path, layout: dict, sections: dict) -> dict:
     }
 
 
+class Killed(BaseException):
+    """Stands for a signal that ends the process."""
+
+
+def run_until_killed(root: Path, layout: dict, sections: dict, *, phase: str, iteration: int) -> None:
+    """Train until `phase` begins in the step after `iteration`, and die there."""
+    run = start(root, layout, **sections)
+
+    def bomb(begins: str) -> None:
+        if begins == phase and run.state.iteration == iteration:
+            raise Killed
+
+    run.clock.watch = bomb
+    try:
+        train(run)
+    except Killed:
+        return
+    raise AssertionError(f"phase {phase} never began")
+
+
 def read_metrics(root: Path, kind: str = "train") -> list[dict]:
     lines = (Path(root) / "logs" / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_tlt.rl.dump import read_dump
 from tests.dist.rl_tasks import (
     ONE,
     PP2,
@@ -10,6 +11,7 @@ from tests.dist.rl_tasks import (
     VPP2,
     read_metrics,
     run_loop,
+    run_until_killed,
     write_fixed_dump,
     write_prompts,
 )
@@ -74,3 +76,80 @@ def test_one_step_does_not_depend_on_how_sequences_are_packed(tmp_path):
     assert metrics["perf/num_micro_batches"] == 3
     assert metrics["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-6)
     assert largest_weight_difference(weights, other) <= 1e-5
+
+
+def loop(tmp_path, name: str, layout: dict, world_size: int, **sections) -> tuple[dict, list]:
+    """Two steps with generation: (result, samples of both steps)."""
+    root = tmp_path / name
+    root.mkdir()
+    write_prompts(root / "prompts.jsonl")
+    rollout = {
+        "rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_response_len": 16,
+        "max_running_requests": 8, "check_weight_update": True, "sync_bucket_mib": 1,
+    } | sections.pop("RolloutConfig", {})  # fmt: skip
+    sections |= {"RolloutConfig": rollout, "save_debug_rollout_data": str(root / "dump")}
+    result = run_distributed(run_loop, world_size, root, layout, sections)[0]
+    for metrics in read_metrics(root):
+        assert metrics["train/train_rollout_logprob_abs_diff_max"] < 1e-4
+    return result, [sample for step in (1, 2) for sample in read_dump(root / "dump", step)]
+
+
+def test_rollouts_and_updates_are_the_same_on_any_number_of_engines(tmp_path):
+    """The engine's tokens are its own seed's, wherever a prompt goes; log-probs are the trainer's."""
+    expected, samples = loop(tmp_path, "one", ONE, 1)
+    assert len(samples) == 32 and expected["samples"] == 32 and expected["cursor"] == 8
+    assert len({s.rollout.prompt_id for s in samples}) == 8
+    shared = {"RolloutConfig": {"schedule": "shared", "max_running_requests": 4}}
+    ngram = {"speculation": "ngram"}
+    for name, layout, sections in (
+        ("TP2", TP2, ngram), ("PP2", PP2, {}), ("DP2", ONE, {}), ("DP2 shared", ONE, shared | ngram),
+        ("TP2 shared", TP2, shared),
+    ):  # fmt: skip
+        result, others = loop(tmp_path, name, layout, 2, **sections)
+        assert [s.rollout.tokens for s in others] == [s.rollout.tokens for s in samples], name
+        assert [s.reward for s in others] == [s.reward for s in samples], name
+        assert {v for s in others for v in s.rollout.weight_versions} == {0, 1}
+        assert largest_weight_difference(expected["weights"], result["weights"]) <= 1e-5, name
+        assert result["cursor"] == 8
+
+
+RESUMED = {
+    "AlgorithmConfig": {"kl_loss_coef": 0.1, "ref_update_interval": 2},
+    "RlTrainingConfig": {"train_iters": 4, "max_tokens_per_gpu": 64},
+    "speculation": "ngram",
+}
+
+
+def resumable(root) -> dict:
+    if not root.exists():
+        root.mkdir()
+        write_prompts(root / "prompts.jsonl")
+    folder = str(root / "checkpoint")
+    return RESUMED | {
+        "save_debug_rollout_data": str(root / "dump"),
+        "CheckpointConfig": {"save": folder, "load": folder, "save_interval": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    root = tmp_path_factory.mktemp("rl") / "whole"
+    return run_loop(root, ONE, resumable(root)), root
+
+
+@pytest.mark.parametrize("phase", ["generate", "reward", "log_probs", "update", "publish", "save"])
+def test_killed_in_any_phase_the_same_command_goes_on_identically(uninterrupted, tmp_path, phase):
+    whole, whole_root = uninterrupted
+    root = tmp_path / "killed"
+    # Counters move on before the weights are published.
+    iteration = 3 if phase in ("publish", "save") else 2
+    run_until_killed(root, ONE, resumable(root), phase=phase, iteration=iteration)
+    result = run_loop(root, ONE, resumable(root))
+    assert result["iteration"] == 4 and result["cursor"] == whole["cursor"] == 16
+    seen = []
+    for step in (1, 2, 3, 4):
+        ours, theirs = read_dump(root / "dump", step), read_dump(whole_root / "dump", step)
+        assert [s.rollout.tokens for s in ours] == [s.rollout.tokens for s in theirs]
+        seen += sorted({s.rollout.prompt_id for s in ours})
+    assert sorted(seen[:12]) == list(range(12)), "each prompt once in the first epoch"
+    assert largest_weight_difference(whole["weights"], result["weights"]) == 0.0

@@ -1,0 +1,60 @@
+"""Write the countdown task: tokenizer, pretraining text, fine-tuning examples, RL prompts, held-out prompts.
+
+`python tools/prepare_countdown.py --output-dir runs/countdown/data`; problems of eval.jsonl occur in no other
+file, whatever the order of their numbers.
+"""
+
+import argparse
+from itertools import islice
+from pathlib import Path
+
+from megatron_tlt.data.countdown import CountdownConfig
+from megatron_tlt.data.tasks import (
+    countdown_rows,
+    countdown_walks,
+    write_number_tokenizer,
+    write_rows,
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--num-walks", type=int, default=4000, help="pretraining documents")
+    parser.add_argument("--num-sft", type=int, default=20000, help="problems with a search trace")
+    parser.add_argument("--num-rl", type=int, default=4000, help="prompts for RL")
+    parser.add_argument("--num-eval", type=int, default=128, help="held-out prompts")
+    parser.add_argument("--share-of-four", type=float, default=0.25, help="problems of 4 numbers, not 3")
+    parser.add_argument("--max-number", type=int, default=9)
+    parser.add_argument("--max-trace-chars", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    share = args.share_of_four
+    config = CountdownConfig(
+        shares={k: v for k, v in {3: 1 - share, 4: share}.items() if v > 0},
+        max_number=args.max_number,
+        max_trace_chars=args.max_trace_chars,
+    )
+    folder, seed = args.output_dir, args.seed
+    ids = write_number_tokenizer(
+        folder / "tokenizer" / "tokenizer.json", max_value=config.max_value
+    )
+    train = countdown_rows(config, seed=seed, held_out=False)
+    files = {
+        "pretrain.jsonl": islice(countdown_walks(config, seed=seed), args.num_walks),
+        "sft.jsonl": islice(train, args.num_sft),
+        "rl.jsonl": islice(countdown_rows(config, seed=seed + 1, held_out=False), args.num_rl),
+        "eval.jsonl": islice(countdown_rows(config, seed=seed + 2, held_out=True), args.num_eval),
+    }
+    for name, rows in files.items():
+        count = write_rows(folder / name, rows)
+        print(f"{folder / name}: {count} rows", flush=True)
+    print(f"{folder / 'tokenizer'}: {ids} ids", flush=True)
+
+
+if __name__ == "__main__":
+    main()
