@@ -108,6 +108,8 @@ class Rollout:
     """Draft tokens offered to the target."""
     num_accepted: int = 0
     """Draft tokens accepted, bonus tokens not counted."""
+    step_tokens: tuple[int, ...] = ()
+    """Tokens that each engine step gave, the prefill's first token (1) included; their sum is the length."""
 
     @property
     def accept_length(self) -> float:
@@ -161,6 +163,8 @@ class StepRecord:
     target_ms: float = 0.0
     draft_ms: float = 0.0
     other_ms: float = 0.0
+    """All the rest, the prefill before the step included."""
+    prefill_ms: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
-from megatron_tlt.rollout.tuner import FixedPolicy
+from megatron_tlt.rollout.tuner import NO_CONTEXT, FixedPolicy, StepContext
 from megatron_tlt.types import OFF, Prompt, Rollout, SamplingParams, Strategy
 
 STRATEGIES = [
@@ -30,7 +30,7 @@ class Mixed:
     def __init__(self) -> None:
         self.steps = 0
 
-    def select(self, batch: int) -> Strategy:
+    def select(self, batch: int, context: StepContext = NO_CONTEXT) -> Strategy:
         self.steps += 1
         return [OFF, *STRATEGIES][self.steps % 3]
 

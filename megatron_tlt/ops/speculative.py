@@ -149,3 +149,42 @@ def accepted_path(accepted: torch.Tensor, depths: torch.Tensor) -> tuple[torch.T
         dim=1, stable=True
     )
     return order, accepted.sum(1)
+
+
+def best_nodes(scores: torch.Tensor, *, total: int, cap: int | None = None) -> torch.Tensor:
+    """The `total` best of `scores` `[b, n]` over all rows, at most `cap` a row: bool `[b, n]`.
+
+    Scores are logarithms of survival probabilities, parents in lower columns than their children and never
+    below them, so the choice holds a node's whole path; equal scores go to the lower column. -inf is never
+    chosen. This is the draft budget of a batch spent where it is likeliest to be accepted.
+    """
+    keep = scores > float("-inf")
+    if cap is not None and cap < scores.shape[1]:
+        keep &= _first(scores, count=cap)
+    if int(keep.sum()) > total:
+        allowed = scores.masked_fill(~keep, float("-inf"))
+        # Column by column, so that between equal scores every request gets its first nodes first.
+        keep &= _first(allowed.T.reshape(1, -1), count=total).view(scores.shape[1], -1).T
+    return keep
+
+
+def _first(scores: torch.Tensor, *, count: int) -> torch.Tensor:
+    """The `count` largest of each row, lower columns first among equals."""
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)
+
+
+def tree_mask(
+    ancestors: torch.Tensor, lengths: torch.Tensor, *, kv_len: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Additive attention mask `[b, 1, t, l]`: each node sees its request's cached positions and its path.
+
+    `ancestors` bool `[b, t, t]`; node i stands at cache position lengths + i.
+    """
+    count = ancestors.shape[1]
+    place = torch.arange(kv_len, device=lengths.device) - lengths[:, None]  # [b, l]
+    inside = (place >= 0) & (place < count)
+    index = place.clamp(0, count - 1)[:, None].expand(-1, count, -1)
+    visible = (place < 0)[:, None] | (inside[:, None] & ancestors.gather(2, index))
+    mask = torch.zeros(visible.shape, dtype=dtype, device=lengths.device)
+    return mask.masked_fill_(~visible, float("-inf"))[:, None]

@@ -31,11 +31,14 @@ class RolloutEngine(Protocol):
         """`submit` and `stream` to the end; ordered by prompt as given, then by sample."""
 
     def update_weights(
-        self, which: Weights, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int
-    ) -> None:
-        """Load (Hugging Face name, tensor) pairs; tokens from now on carry `version`.
+        self, which: Weights, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int,
+        checksum: str | None = None,
+    ) -> None:  # fmt: skip
+        """Load all (Hugging Face name, tensor) pairs or none; tokens from now on carry the target's `version`.
 
-        Between two responses of `stream` this is allowed: the cache of running responses stays.
+        Between two responses of `stream` this is allowed: the cache of running responses stays. Raises
+        ValueError, with the old weights in force, for weights that are incomplete, of another model, or not
+        those of `checksum` (`rollout.checksum.weights_checksum`).
         """
 
     def pause(self) -> None:
@@ -47,8 +50,11 @@ class RolloutEngine(Protocol):
     def abort(self, prompt_ids: Iterable[int] | None = None) -> list[Rollout]:
         """End these prompts' responses (default: all); started ones come back with what they have."""
 
-    def capture_features(self, max_rows: int) -> None:
-        """Keep the target's final hidden state of each emitted token, at most `max_rows`; 0 stops."""
+    def capture_features(self, max_rows: int, *, context_rows: int = 0) -> None:
+        """Keep the target's hidden state of each emitted token, at most `max_rows` rows; 0 stops.
+
+        `context_rows`: rows of the prompt's last tokens that come along (a drafter attends to them).
+        """
 
     def take_features(self) -> list[FeatureSample]:
         """Hand over the captured features of finished responses, and forget them."""

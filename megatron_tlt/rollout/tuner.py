@@ -8,6 +8,7 @@ replaces the current one; exploration skips hopeless arms most of the time; the 
 """
 
 import bisect
+import math
 import random
 import statistics
 from collections import deque
@@ -18,10 +19,25 @@ from typing import Any, Protocol
 from megatron_tlt.types import OFF, Strategy
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepContext:
+    """What the engine knows before a step. Example: StepContext(accept_rate=0.6, remaining=200.0)."""
+
+    accept_rate: float = 0.7
+    """Mean chance, over the running requests, that the next draft token is accepted."""
+    remaining: float = math.inf
+    """Mean tokens that the running requests may still emit."""
+    draft_version: int = 0
+    """Version of the trained drafter."""
+
+
+NO_CONTEXT = StepContext()
+
+
 class StrategyPolicy(Protocol):
     """Chooses a strategy before each decode step and learns from what the step brought."""
 
-    def select(self, batch: int) -> Strategy:
+    def select(self, batch: int, context: StepContext = NO_CONTEXT) -> Strategy:
         """Strategy for a step of `batch` running requests."""
 
     def record(self, strategy: Strategy, *, batch: int, tokens: int, seconds: float) -> None:
@@ -36,7 +52,7 @@ class FixedPolicy:
     max_batch: int | None = None
     """Elastic switch: speculation runs at or below this batch size only."""
 
-    def select(self, batch: int) -> Strategy:
+    def select(self, batch: int, context: StepContext = NO_CONTEXT) -> Strategy:
         return OFF if self.max_batch is not None and batch > self.max_batch else self.strategy
 
     def record(self, strategy: Strategy, *, batch: int, tokens: int, seconds: float) -> None:
@@ -110,7 +126,7 @@ class BanditTuner:
         seen = self.rewards.get(key)
         return statistics.median(seen) if seen else self.prior.get(key)
 
-    def select(self, batch: int) -> Strategy:
+    def select(self, batch: int, context: StepContext = NO_CONTEXT) -> Strategy:
         bucket = self.bucket(batch)
         arms = self.arms[bucket]
         self.decisions += 1

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron_tlt.rollout.ngram import NgramIndex
+from megatron_tlt.rollout.ngram import NgramIndex, NgramStore
 
 
 def _search(sequences, context, sizes):
@@ -47,3 +47,23 @@ def test_a_sibling_teaches_and_nothing_known_gives_nothing():
     assert index.propose([1, 2], count=3) == []
     with pytest.raises(ValueError, match="min_n=3"):
         NgramIndex(min_n=3, max_n=2)
+
+
+def test_memory_stays_within_its_bound_and_the_newest_is_known():
+    rng, index = random.Random(1), NgramIndex(max_entries=100)
+    for _ in range(50):
+        sequence = [rng.randrange(1000) for _ in range(40)]
+        index.extend(sequence, start=0)
+        assert len(index) <= 100
+    assert index.propose(sequence[:-3], count=3) == sequence[-3:]
+
+
+def test_the_prompts_not_used_for_longest_are_dropped():
+    store = NgramStore(max_entries=300)
+    for prompt in range(10):
+        store.index(prompt).extend(list(range(100 * prompt, 100 * prompt + 25)), start=0)
+        store.index(0)
+        store.trim()
+        assert len(store) <= 300
+    assert 0 in store.indexes and 1 not in store.indexes and 9 in store.indexes
+    assert store.index(9).propose([905, 906], count=2) == [907, 908]

@@ -2,70 +2,26 @@
 
 import pytest
 import torch
-import transformers
 
-from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
 from megatron_tlt.rollout.tuner import FixedPolicy
-from megatron_tlt.types import OFF, FinishReason, Prompt, SamplingParams, Strategy
-
-VOCAB = 61
-COMMON = dict(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0)
-LLAMA = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=160, **COMMON,
-)  # fmt: skip
-CONFIGS = {
-    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=160, **COMMON),
-    "llama": lambda: transformers.LlamaConfig(**LLAMA),
-    "qwen2": lambda: transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
-    "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=16),
-}
-NGRAM = Strategy(drafter="ngram", num_steps=5, num_draft_tokens=6)
-SUBNET = Strategy(drafter="subnet", num_steps=3, num_draft_tokens=4)
-PROMPTS = [
-    Prompt(prompt_id=i, tokens=tuple((7 * i + 3 * j) % VOCAB for j in range(4 + 5 * i)))
-    for i in range(5)
-]
-
-
-def _reference(kind: str) -> transformers.PreTrainedModel:
-    torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
-    for parameter in model.parameters():  # far from the tiny default, so that tokens differ
-        parameter.data += torch.randn_like(parameter) * 0.1
-    return model.eval()
-
-
-def _engine(kind: str = "llama", *, policy=None, decode=None, **sizes) -> NativeEngine:
-    model = _reference(kind)
-    config = NativeEngineConfig(**{"max_model_len": 100, "max_batch": 8, **sizes})
-    engine = NativeEngine(model.config.to_dict(), config, policy=policy, decode=decode)
-    engine.update_weights("target", model.state_dict().items(), version=1)
-    return engine
-
-
-class _Alternate:
-    """Another strategy every step."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def select(self, batch: int) -> Strategy:
-        self.steps += 1
-        return (OFF, NGRAM, SUBNET, NGRAM, OFF, SUBNET)[self.steps % 6]
-
-    def record(self, strategy, *, batch, tokens, seconds) -> None:
-        pass
-
-
-def _tokens(rollouts) -> dict:
-    return {(r.prompt_id, r.sample_index): r.tokens for r in rollouts}
+from megatron_tlt.types import OFF, FinishReason, Prompt, SamplingParams
+from tests.unit.rollout_models import (
+    CONFIGS,
+    NGRAM,
+    PROMPTS,
+    SUBNET,
+    VOCAB,
+    Alternate,
+    make_engine,
+    reference,
+    tokens_of,
+)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_greedy_tokens_and_log_probs_equal_transformers(kind):
-    model = _reference(kind)
-    rollouts = _engine(kind).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16))
+    model = reference(kind)
+    rollouts = make_engine(kind).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=16))
     for prompt, rollout in zip(PROMPTS, rollouts, strict=True):
         ids = torch.tensor([prompt.tokens])
         with torch.no_grad():
@@ -76,8 +32,8 @@ def test_greedy_tokens_and_log_probs_equal_transformers(kind):
             assert rollout.tokens == tuple(expected[len(prompt.tokens) :].tolist())
             log_probs = torch.log_softmax(model(expected[None]).logits[0].float(), -1)
         at = range(len(prompt.tokens) - 1, len(expected) - 1)
-        reference = torch.stack([log_probs[i, expected[i + 1]] for i in at])
-        torch.testing.assert_close(torch.tensor(rollout.log_probs), reference, atol=1e-4, rtol=1e-4)
+        wanted = torch.stack([log_probs[i, expected[i + 1]] for i in at])
+        torch.testing.assert_close(torch.tensor(rollout.log_probs), wanted, atol=1e-4, rtol=1e-4)
 
 
 PARAMS = SamplingParams(n=3, temperature=0.8, top_k=20, top_p=0.95, max_tokens=20, seed=4)
@@ -85,7 +41,7 @@ PARAMS = SamplingParams(n=3, temperature=0.8, top_k=20, top_p=0.95, max_tokens=2
 
 @pytest.fixture(scope="module")
 def plain():
-    return _engine().generate(PROMPTS, PARAMS, step=2)
+    return make_engine().generate(PROMPTS, PARAMS, step=2)
 
 
 @pytest.mark.parametrize(
@@ -93,33 +49,33 @@ def plain():
     ids=["one", "two", "chunked", "bound"],
 )  # fmt: skip
 def test_tokens_do_not_depend_on_scheduling(plain, sizes):
-    engine = _engine(**sizes)
+    engine = make_engine(**sizes)
     assert engine.cache.num_bytes <= sizes.get("kv_cache_bytes", 10**9)
     rollouts = engine.generate(PROMPTS, PARAMS, step=2)
-    assert _tokens(rollouts) == _tokens(plain)
+    assert tokens_of(rollouts) == tokens_of(plain)
 
 
 def test_tokens_do_not_depend_on_neighbours_but_on_step_and_seed(plain):
-    alone = _engine().generate(PROMPTS[3:4], PARAMS, step=2)
-    assert _tokens(alone).items() <= _tokens(plain).items()
-    later = _engine().generate(PROMPTS[3:4], PARAMS, step=3)
-    assert _tokens(alone) != _tokens(later)
-    assert len(set(_tokens(alone).values())) == 3
+    alone = make_engine().generate(PROMPTS[3:4], PARAMS, step=2)
+    assert tokens_of(alone).items() <= tokens_of(plain).items()
+    later = make_engine().generate(PROMPTS[3:4], PARAMS, step=3)
+    assert tokens_of(alone) != tokens_of(later)
+    assert len(set(tokens_of(alone).values())) == 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
-    "policy", [FixedPolicy(strategy=NGRAM), FixedPolicy(strategy=SUBNET), _Alternate()],
+    "policy", [FixedPolicy(strategy=NGRAM), FixedPolicy(strategy=SUBNET), Alternate(OFF, NGRAM, SUBNET, NGRAM, OFF, SUBNET)],
     ids=["ngram", "subnet", "alternate"],
 )  # fmt: skip
 def test_speculation_emits_the_very_tokens(policy, temperature):
     params = SamplingParams(
         n=2, temperature=temperature, top_p=0.9, repetition_penalty=1.1, max_tokens=60
     )
-    plain = _engine().generate(PROMPTS, params)
-    engine = _engine(policy=policy)
+    plain = make_engine().generate(PROMPTS, params)
+    engine = make_engine(policy=policy)
     rollouts = engine.generate(PROMPTS, params)
-    assert _tokens(rollouts) == _tokens(plain)
+    assert tokens_of(rollouts) == tokens_of(plain)
     for a, b in zip(rollouts, plain, strict=True):
         torch.testing.assert_close(
             torch.tensor(a.log_probs), torch.tensor(b.log_probs), atol=1e-4, rtol=1e-4
@@ -135,7 +91,7 @@ def test_speculation_needs_fewer_steps_where_text_repeats():
     params = SamplingParams(temperature=0, max_tokens=80)
     counts = []
     for strategy in (OFF, NGRAM):
-        engine = _engine("gpt2", policy=FixedPolicy(strategy=strategy))
+        engine = make_engine("gpt2", policy=FixedPolicy(strategy=strategy))
         engine.generate(PROMPTS[:1], params)
         counts.append(engine.stats().steps)
     assert counts[0] == 79 and counts[1] < 50
@@ -147,23 +103,23 @@ def test_a_broken_acceptance_is_caught(monkeypatch):
 
     exact = module.step
 
-    def wrong(runner, running, drafts):
-        output = exact(runner, running, drafts)
-        if drafts is not None:
-            output.lengths[:] = drafts.shape[1] + 1
+    def wrong(runner, running, draft):
+        output = exact(runner, running, draft)
+        if draft is not None:
+            output.lengths[:] = draft.levels + 1
         return output
 
     params = SamplingParams(temperature=0, max_tokens=30)
-    expected = _tokens(_engine().generate(PROMPTS, params))
+    expected = tokens_of(make_engine().generate(PROMPTS, params))
     monkeypatch.setattr(module, "step", wrong)
-    broken = _engine(policy=FixedPolicy(strategy=SUBNET)).generate(PROMPTS, params)
-    assert _tokens(broken) != expected
+    broken = make_engine(policy=FixedPolicy(strategy=SUBNET)).generate(PROMPTS, params)
+    assert tokens_of(broken) != expected
 
 
 def test_sampled_tokens_follow_the_model_with_speculation():
     """Chi-square of the second token given the first, over seeds, against transformers' softmax."""
-    model, count = _reference("llama"), 2000
-    engine = _engine(policy=FixedPolicy(strategy=SUBNET), max_batch=500, max_model_len=16)
+    model, count = reference("llama"), 2000
+    engine = make_engine(policy=FixedPolicy(strategy=SUBNET), max_batch=500, max_model_len=16)
     params = SamplingParams(n=count, temperature=0.7, max_tokens=3, top_k=4)
     rollouts = engine.generate(PROMPTS[:1], params)
     assert engine.stats().accept_length > 1
@@ -190,12 +146,12 @@ def test_sampled_tokens_follow_the_model_with_speculation():
 
 def test_stop_tokens_and_strings_end_a_response():
     params = SamplingParams(temperature=0, max_tokens=40)
-    whole = _engine().generate(PROMPTS[:1], params)[0].tokens
+    whole = make_engine().generate(PROMPTS[:1], params)[0].tokens
     stop = whole[10]
     first = whole.index(stop)
     cut = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=(stop,))
     for policy in (None, FixedPolicy(strategy=NGRAM)):
-        rollout = _engine(policy=policy).generate(PROMPTS[:1], cut)[0]
+        rollout = make_engine(policy=policy).generate(PROMPTS[:1], cut)[0]
         assert rollout.tokens == whole[: first + 1]
         assert rollout.finish_reason == FinishReason.STOP
 
@@ -204,18 +160,18 @@ def test_stop_tokens_and_strings_end_a_response():
 
     text = decode(list(whole[6:8]))
     named = SamplingParams(temperature=0, max_tokens=40, stop=(text,))
-    rollout = _engine(decode=decode).generate(PROMPTS[:1], named)[0]
+    rollout = make_engine(decode=decode).generate(PROMPTS[:1], named)[0]
     assert decode(list(rollout.tokens)).endswith(text) and len(rollout.tokens) <= 8
     with pytest.raises(ValueError, match="decode"):
-        _engine().generate(PROMPTS[:1], named)
+        make_engine().generate(PROMPTS[:1], named)
 
 
 def test_weights_change_in_the_middle_and_tokens_carry_the_version():
-    engine = _engine(max_batch=4)
+    engine = make_engine(max_batch=4)
     engine.submit(PROMPTS, SamplingParams(n=2, temperature=1.0, max_tokens=12))
     stream = engine.stream()
     first = next(stream)
-    engine.update_weights("target", _reference("llama").state_dict().items(), version=2)
+    engine.update_weights("target", reference("llama").state_dict().items(), version=2)
     rest = list(stream)
     assert set(first.weight_versions) == {1} and len(rest) == 9
     assert {v for r in rest for v in r.weight_versions} == {1, 2}
@@ -224,7 +180,7 @@ def test_weights_change_in_the_middle_and_tokens_carry_the_version():
 
 
 def test_pause_abort_and_resume_lose_nothing(plain):
-    engine = _engine(max_batch=4)
+    engine = make_engine(max_batch=4)
     engine.submit(PROMPTS, PARAMS, step=2)
     got = []
     for rollout in engine.stream():
@@ -233,19 +189,19 @@ def test_pause_abort_and_resume_lose_nothing(plain):
     gone = engine.abort([PROMPTS[4].prompt_id])
     engine.resume()
     got += list(engine.stream())
-    expected = {k: v for k, v in _tokens(plain).items() if k[0] != 4}
-    assert {k: v for k, v in _tokens(got).items() if k[0] != 4} == expected
+    expected = {k: v for k, v in tokens_of(plain).items() if k[0] != 4}
+    assert {k: v for k, v in tokens_of(got).items() if k[0] != 4} == expected
     assert all(r.finish_reason == FinishReason.ABORT for r in gone)
     engine.submit(PROMPTS, PARAMS)
     next(engine.stream())
     aborted = engine.abort()
     assert len(aborted) <= 4 and engine.stats().aborted == len(aborted) + len(gone)
-    assert not engine.running and not engine.waiting and list(engine.stream()) == []
-    assert _tokens(engine.generate(PROMPTS, PARAMS, step=2)) == _tokens(plain)
+    assert not engine.scheduler.busy and list(engine.stream()) == []
+    assert tokens_of(engine.generate(PROMPTS, PARAMS, step=2)) == tokens_of(plain)
 
 
 def test_features_are_the_states_that_the_tokens_were_drawn_from():
-    engine, model = _engine(policy=FixedPolicy(strategy=SUBNET)), _reference("llama")
+    engine, model = make_engine(policy=FixedPolicy(strategy=SUBNET)), reference("llama")
     engine.capture_features(max_rows=10_000)
     rollouts = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
     features = {f.prompt_id: f for f in engine.take_features()}
@@ -261,7 +217,7 @@ def test_features_are_the_states_that_the_tokens_were_drawn_from():
 
 
 def test_features_stay_within_their_bound():
-    engine = _engine()
+    engine = make_engine()
     engine.capture_features(max_rows=50)
     engine.generate(PROMPTS, SamplingParams(n=3, temperature=1.0, max_tokens=20))
     kept = engine.take_features()
@@ -270,12 +226,12 @@ def test_features_stay_within_their_bound():
 
 
 def test_bad_requests_are_refused_with_the_numbers():
-    engine = _engine()
+    engine = make_engine()
     with pytest.raises(ValueError, match="max_model_len=100"):
         engine.generate(PROMPTS, SamplingParams(max_tokens=99))
     with pytest.raises(ValueError, match="vocabulary of 61"):
         engine.generate([Prompt(prompt_id=0, tokens=(61,))], SamplingParams(max_tokens=9))
     with pytest.raises(ValueError, match="holds no request"):
-        _engine(kv_cache_bytes=100)
+        make_engine(kv_cache_bytes=100)
     with pytest.raises(ValueError, match="belong to another configuration"):
         engine.update_weights("target", [("model.norm.weight", torch.ones(3))], version=2)

@@ -13,10 +13,12 @@ from megatron_tlt.ops.sampling import SamplingTensors, inverse_cdf, target_probs
 from megatron_tlt.ops.speculative import (
     accepted_path,
     ancestor_mask,
+    best_nodes,
     match_tree,
     reject_chain,
     reject_tree,
     residual,
+    tree_mask,
 )
 
 VOCAB = 5
@@ -235,3 +237,30 @@ def test_ancestors_and_path_of_a_tree():
     accepted = torch.tensor([[True, True, False, True, False]])
     order, length = accepted_path(accepted, torch.tensor([[0, 1, 1, 2, 3]]))
     assert length.item() == 3 and order[0, :3].tolist() == [0, 1, 3]
+
+
+def test_the_budget_goes_to_the_nodes_likeliest_to_survive():
+    scores = torch.tensor([[-0.1, -0.2, -0.3, -0.4], [-2.0, -4.0, -6.0, -math.inf]])
+    expected = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    assert torch.equal(best_nodes(scores, total=5), expected)
+    assert best_nodes(scores, total=5, cap=2).sum(1).tolist() == [2, 2]
+    assert best_nodes(scores, total=100).sum(1).tolist() == [4, 3]
+
+
+def test_equal_scores_keep_whole_paths():
+    """A child never stays without its parent, nor gets a request two nodes before another has one."""
+    kept = best_nodes(torch.zeros(3, 4), total=7)
+    assert kept.sum(1).tolist() == [3, 2, 2]
+    assert torch.equal(kept.long().sort(1, descending=True).values, kept.long())
+
+
+def test_tree_mask_shows_the_cache_and_the_path():
+    sees = ancestor_mask(torch.tensor([[0, 0, 0, 1]]), depth=2).expand(2, -1, -1)
+    mask = tree_mask(sees, torch.tensor([2, 1]), kv_len=6, dtype=torch.float32)
+    visible = (mask == 0)[:, 0].int()
+    assert visible[0].tolist() == [
+        [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1],
+    ]  # fmt: skip
+    assert visible[1].tolist() == [
+        [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0], [1, 1, 1, 0, 1, 0],
+    ]  # fmt: skip

@@ -60,7 +60,8 @@ def attend(
         q = q[block.pad]
     q = q.view(slots, width, groups, repeats, dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(slots, groups, repeats * width, dim)
-    kv = cache.view(-1, stride, 2, groups, dim)[block.slot : block.slot + slots, : block.kv_len]
+    rows = cache[block.slot * stride : (block.slot + slots) * stride]
+    kv = rows.view(slots, stride, 2, groups, dim)[:, : block.kv_len]
     k, v = kv.permute(2, 0, 3, 1, 4)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask)
     out = out.view(slots, groups, repeats, width, dim).permute(0, 3, 1, 2, 4)

@@ -3,45 +3,28 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_tlt.models.drafter import DrafterConfig
 from megatron_tlt.rollout.engine import Weights
-from megatron_tlt.rollout.native.cache import SlotCache
-from megatron_tlt.rollout.native.drafters import Drafter, NgramDrafter, SubnetDrafter
+from megatron_tlt.rollout.native.cache import PlaneShape, SlotCache
+from megatron_tlt.rollout.native.config import NativeEngineConfig
+from megatron_tlt.rollout.native.draft import Draft
+from megatron_tlt.rollout.native.eagle import DRAFT, EagleModel
 from megatron_tlt.rollout.native.model import NativeModel, TensorParallel
 from megatron_tlt.rollout.native.record import Recorder
 from megatron_tlt.rollout.native.request import Group, Request, Running, sampling_tensors
-from megatron_tlt.rollout.native.runner import Runner
+from megatron_tlt.rollout.native.runner import FEATURES, TARGET, Runner
+from megatron_tlt.rollout.native.scheduler import Scheduler
 from megatron_tlt.rollout.native.shape import shape_from_hf
+from megatron_tlt.rollout.native.speculation import Speculation
 from megatron_tlt.rollout.native.verify import StepOutput, draw, step
-from megatron_tlt.rollout.native.weights import WeightLoader
-from megatron_tlt.rollout.ngram import NgramIndex
-from megatron_tlt.rollout.tuner import FixedPolicy, StrategyPolicy
-from megatron_tlt.types import OFF, EngineStats, FeatureSample, Prompt, Rollout, SamplingParams
-from megatron_tlt.types import Strategy
-
-
-@dataclass(kw_only=True, slots=True)
-class NativeEngineConfig:
-    """Sizes of the embedded engine."""
-
-    max_model_len: int = 1024
-    """Longest prompt plus response, in tokens."""
-    max_batch: int = 32
-    """Most requests that decode at the same time."""
-    kv_cache_bytes: int | None = None
-    """Bound on the KV cache of this rank; lowers max_batch where needed. None: max_batch decides."""
-    max_draft_tokens: int = 16
-    """Most draft tokens of one verification (root excluded)."""
-    prefill_chunk: int = 2048
-    """Most prompt tokens of one forward."""
-    subnet_layers: tuple[int, ...] = ()
-    """Layers of the target that draft under the strategy "subnet"; empty: the first half."""
-    dtype: torch.dtype = torch.float32
-    """Type of weights and cache."""
+from megatron_tlt.rollout.native.weights import DraftLoader, WeightLoader
+from megatron_tlt.rollout.ngram import NgramStore
+from megatron_tlt.rollout.tuner import FixedPolicy, StepContext, StrategyPolicy
+from megatron_tlt.types import EngineStats, FeatureSample, Prompt, Rollout, SamplingParams
 
 
 class NativeEngine:
@@ -50,7 +33,8 @@ class NativeEngine:
     Every token is drawn with a random number that depends on (seed, step, prompt, sample, position) alone,
     and drafts are kept only where they are that very token. So the response does not depend on batch
     composition, admission order, memory bound or speculation, up to rounding of the forward pass.
-    `decode` turns token ids to text and is needed for stop strings only.
+    `decode` turns token ids to text and is needed for stop strings only. `drafter` makes room for an EAGLE
+    drafter, whose weights come by `update_weights("draft", ...)`, and decides which layers are features.
     """
 
     def __init__(
@@ -62,6 +46,7 @@ class NativeEngine:
         device: torch.device | str = "cpu",
         policy: StrategyPolicy | None = None,
         decode: Callable[[list[int]], str] | None = None,
+        drafter: DrafterConfig | None = None,
     ) -> None:
         shape = shape_from_hf(hf_config)
         if config.max_model_len > shape.max_position_embeddings:
@@ -70,27 +55,38 @@ class NativeEngine:
                 f"max_position_embeddings={shape.max_position_embeddings}: lower it"
             )
         self.config, self.policy, self.text = config, policy or FixedPolicy(), decode
-        self.model = NativeModel(
-            shape, dtype=config.dtype, device=torch.device(device), tp=tp
-        )
-        stride = config.max_model_len + config.max_draft_tokens
+        self.model = NativeModel(shape, dtype=config.dtype, device=torch.device(device), tp=tp)
+        self.eagle = None if drafter is None else EagleModel(drafter, self.model)
+        layers = () if drafter is None else drafter.feature_layers
+        self.inner_features = len(layers) * shape.hidden_size
+        room = config.max_draft_tokens
         self.cache = SlotCache(
-            self.model,
-            max_batch=config.max_batch,
-            stride=stride,
-            max_bytes=config.kv_cache_bytes,
+            self._planes(), max_batch=config.max_batch, longest=config.max_model_len + room,
+            device=self.model.device, max_bytes=config.kv_cache_bytes,
+        )  # fmt: skip
+        self.runner = Runner(
+            self.model, self.cache, chunk=config.prefill_chunk, feature_layers=layers
         )
-        self.runner = Runner(self.model, self.cache, chunk=config.prefill_chunk)
-        self.drafters: dict[str, Drafter] = {"ngram": NgramDrafter(device=self.model.device)}
-        if shape.num_layers > 1:
-            layers = config.subnet_layers or range(shape.num_layers // 2)
-            self.drafters["subnet"] = SubnetDrafter(self.runner, layers=layers)
-        self.version, self.paused, self.loaded = 0, False, False
-        self.waiting: deque[Group] = deque()
-        self.running: list[Request] = []
-        self.recorder = Recorder()
-        self._indexes: dict[int, NgramIndex] = {}
-        self._sampling = None
+        self.speculation = Speculation(self.runner, config, self.eagle)
+        self.scheduler = Scheduler(self.cache, room=room, start=self._new_request)
+        self.recorder, self.ngrams = Recorder(), NgramStore(max_entries=config.max_ngrams)
+        self.version, self.draft_version = 0, 0
+        self.paused, self.loaded = False, False
+        self._running: Running | None = None
+
+    def _planes(self) -> dict[str, PlaneShape]:
+        model, dtype = self.model, self.model.dtype
+        planes = {
+            TARGET: PlaneShape(layers=model.shape.num_layers, width=model.kv_width, dtype=dtype)
+        }
+        if self.eagle is not None:
+            planes[DRAFT] = PlaneShape(layers=1, width=self.eagle.kv_width, dtype=dtype)
+            planes[FEATURES] = self._feature_plane()
+        return planes
+
+    def _feature_plane(self) -> PlaneShape:
+        width = self.inner_features + self.model.shape.hidden_size
+        return PlaneShape(layers=1, width=width, dtype=self.model.dtype)
 
     def submit(self, prompts: Sequence[Prompt], params: SamplingParams, *, step: int = 0) -> None:
         if not self.loaded:
@@ -100,8 +96,8 @@ class NativeEngine:
         for prompt in prompts:
             self._check(prompt, params)
         for prompt in prompts:
-            index = self._indexes.setdefault(prompt.prompt_id, NgramIndex())
-            self.waiting.append(Group(prompt, params, step, index))
+            index = self.ngrams.index(prompt.prompt_id)
+            self.scheduler.waiting.append(Group(prompt, params, step, index))
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
         need, vocab = len(prompt.tokens) + params.max_tokens, self.model.shape.vocab_size
@@ -118,16 +114,17 @@ class NativeEngine:
             )
 
     def stream(self) -> Iterator[Rollout]:
-        while (self.waiting or self.running) and not self.paused:
+        while self.scheduler.busy and not self.paused:
             yield from self._step()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, step: int = 0
     ) -> list[Rollout]:
-        if self.paused or self.waiting or self.running:
+        if self.paused or self.scheduler.busy:
             raise ValueError(
-                f"generate needs an idle engine: paused={self.paused}, {len(self.running)} running, "
-                f"{len(self.waiting)} waiting; use submit and stream, or resume or abort first"
+                f"generate needs an idle engine: paused={self.paused}, "
+                f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting; use submit "
+                "and stream, or resume or abort first"
             )
         ids = [p.prompt_id for p in prompts]
         if len(set(ids)) != len(ids):
@@ -143,187 +140,165 @@ class NativeEngine:
         self.paused = False
 
     def abort(self, prompt_ids: Iterable[int] | None = None) -> list[Rollout]:
-        chosen = None if prompt_ids is None else set(prompt_ids)
+        chosen, queues = None if prompt_ids is None else set(prompt_ids), self.scheduler
 
         def hit(group: Group) -> bool:
             return chosen is None or group.prompt.prompt_id in chosen
 
-        self.waiting = deque(group for group in self.waiting if not hit(group))
-        ended = [slot for slot, request in enumerate(self.running) if hit(request.group)]
-        rollouts = self._release(ended)
+        queues.waiting = deque(group for group in queues.waiting if not hit(group))
+        idle = [request for request in queues.preempted if hit(request.group)]
+        queues.preempted = deque(r for r in queues.preempted if not hit(r.group))
+        rollouts = [request.rollout() for request in idle]
+        rollouts += self._release([i for i, r in enumerate(queues.running) if hit(r.group)])
         self.recorder.aborted += len(rollouts)
         return rollouts
 
     def update_weights(
-        self, which: Weights, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int
-    ) -> None:
-        if which != "target":
-            raise ValueError(f"which={which!r}: this engine's drafters have no weights of their own")
-        loader = WeightLoader(self.model)
+        self, which: Weights, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int,
+        checksum: str | None = None,
+    ) -> None:  # fmt: skip
+        if which not in ("target", "draft"):
+            raise ValueError(f"which={which!r} is neither 'target' nor 'draft'")
+        if which == "draft" and self.eagle is None:
+            raise ValueError("the engine was made without a drafter: pass drafter=DrafterConfig(...)")
+        loader = WeightLoader(self.model) if which == "target" else DraftLoader(self.eagle)
         with torch.inference_mode():
-            loader.load(tensors)
-        if not self.loaded:
-            loader.check_complete()
+            loader.load(tensors, checksum=checksum)
+        if which == "draft":
+            self.draft_version = version
+            self.speculation.enable_eagle()
+            for request in self.scheduler.running:
+                request.drafted_to = 0
+            return
         self.loaded, self.version = True, version
-        for group in self.waiting:  # a prompt's logits belong to the weights that computed them
-            group.logits = group.hidden = None
+        self.scheduler.epoch += 1
+        for group in self.scheduler.waiting:  # a prompt's logits belong to the weights that made them
+            group.logits = None
 
     def forget_ngrams(self) -> None:
         """Drop what earlier responses taught the n-gram drafter (running ones keep theirs)."""
-        self._indexes.clear()
+        self.ngrams.clear()
 
-    def capture_features(self, max_rows: int) -> None:
-        self.recorder.max_rows = max_rows
+    def capture_features(self, max_rows: int, *, context_rows: int = 0) -> None:
+        self.recorder.max_rows, self.recorder.context_rows = max_rows, context_rows
+        if max_rows and not self.runner.keeps_features:
+            self.cache.add_plane(FEATURES, self._feature_plane())
 
     def take_features(self) -> list[FeatureSample]:
         return self.recorder.take_features()
 
     def stats(self) -> EngineStats:
+        self.recorder.preemptions = self.scheduler.preemptions
         return self.recorder.stats()
 
     @torch.inference_mode()
     def _step(self) -> list[Rollout]:
+        """Admit, then decode every running request once; the responses that ended."""
         start = time.perf_counter()
         prefilled, emitted = self._admit()
         self.recorder.prefilled(prefilled, emitted, time.perf_counter() - start)
-        finished = self._release([i for i, r in enumerate(self.running) if r.finish])
-        if not self.running or (finished and self.waiting):
+        finished = self._release_finished()
+        if not self.scheduler.running or (finished and self.scheduler.waiting):
             return finished
         start = time.perf_counter()
-        strategy = self._strategy()
+        if self.scheduler.make_room():
+            self._running = None
+        chosen = self.policy.select(len(self.scheduler.running), self._context())
+        strategy = self.speculation.agree(chosen)
         running = self._gather()
-        drafts = self._draft(running, strategy)
+        draft = self.speculation.draft(running, strategy)
         drafted = time.perf_counter()
-        output = step(self.runner, running, drafts)
+        output = step(self.runner, running, draft)
         lengths = output.lengths.tolist()
         verified = time.perf_counter()
-        emitted = self._emit(running, output, lengths, drafts)
+        tokens, guesses = self._emit(running, output, lengths, draft)
         end = time.perf_counter()
-        self.policy.record(
-            strategy, batch=len(lengths), tokens=emitted, seconds=end - start
-        )
+        self.policy.record(strategy, batch=len(lengths), tokens=tokens, seconds=end - start)
+        seconds = (verified - drafted, drafted - start, end - verified)
         self.recorder.decoded(
-            strategy,
-            lengths=lengths,
-            drafted=0 if drafts is None else int((drafts >= 0).sum()),
-            tokens=emitted,
-            seconds=(verified - drafted, drafted - start, end - verified),
+            strategy, lengths=lengths, drafted=guesses, tokens=tokens, seconds=seconds
         )
-        return finished + self._release([i for i, r in enumerate(self.running) if r.finish])
+        ended = self._release_finished()
+        if not ended:
+            running.advance(output.lengths, output.last())
+        return finished + ended
 
-    def _strategy(self) -> Strategy:
-        """The policy's choice; with tensor parallelism that of the first rank."""
-        chosen = self.policy.select(len(self.running))
-        if self.model.tp.size > 1:
-            names = ["off", *self.drafters]
-            code = (names.index(chosen.drafter), chosen.num_steps, chosen.num_draft_tokens)
-            name, steps, tokens = self.model.tp.agree(code)
-            chosen = Strategy(drafter=names[name], num_steps=steps, num_draft_tokens=tokens)
-        return chosen
+    def _context(self) -> StepContext:
+        requests = self.scheduler.running
+        left = sum(r.group.params.max_tokens - r.count for r in requests)
+        return StepContext(
+            accept_rate=sum(r.accept_rate for r in requests) / len(requests),
+            remaining=left / len(requests),
+            draft_version=self.draft_version,
+        )
 
     def _gather(self) -> Running:
-        device = self.model.device
-        if self._sampling is None:
-            params = [r.group.params for r in self.running]
-            self._sampling = sampling_tensors(params, device=device)
-        return Running.of(self.running, sampling=self._sampling, device=device)
-
-    def _draft(self, running: Running, strategy: Strategy) -> torch.Tensor | None:
-        """Guesses `[b, k]`, cut to the longest row; None where there are none."""
-        if strategy == OFF:
-            return None
-        if strategy.drafter not in self.drafters or strategy.topk != 1:
-            raise ValueError(
-                f"strategy {strategy}: this engine drafts chains (topk=1) by {sorted(self.drafters)}"
-            )
-        count = min(strategy.num_steps, strategy.num_draft_tokens - 1)
-        if count > self.config.max_draft_tokens:
-            raise ValueError(
-                f"strategy {strategy} drafts {count} tokens, max_draft_tokens is "
-                f"{self.config.max_draft_tokens}: raise it"
-            )
-        left = max(r.group.params.max_tokens - r.count for r in running.requests) - 1
-        if min(count, left) < 1:
-            return None
-        drafts = self.drafters[strategy.drafter].propose(running, count=min(count, left))
-        width = int((drafts >= 0).sum(1).max())
-        return drafts[:, :width] if width else None
+        if self._running is None:
+            self._running = Running.of(self.scheduler.running, device=self.model.device)
+        return self._running
 
     def _emit(
-        self, running: Running, output: StepOutput, lengths: list[int], drafts: torch.Tensor | None
-    ) -> int:
+        self, running: Running, output: StepOutput, lengths: list[int], draft: Draft | None
+    ) -> tuple[int, int]:
+        """Hand the tokens to their requests: (tokens taken, tokens drafted)."""
         tokens, log_probs = output.tokens.tolist(), output.log_probs.tolist()
-        guessed = [0] * len(lengths) if drafts is None else (drafts >= 0).sum(1).tolist()
+        drafted = levels = [0] * len(lengths)
+        if draft is not None:
+            drafted, levels = draft.drafted().tolist(), draft.levels_of().tolist()
         total = 0
         for row, request in enumerate(running.requests):
             n = lengths[row]
             taken = request.emit(
                 tokens[row][:n], log_probs[row][:n], version=self.version, decode=self.text
             )
-            if drafts is not None:
-                request.verify_ct += 1
-                request.num_drafted += guessed[row]
-                request.num_accepted += taken - 1
-            self.recorder.capture(request, output.hidden[row, :taken], self.model.norm)
+            if draft is not None:
+                request.num_drafted += drafted[row]
+                request.verified(levels=levels[row], accepted=taken - 1)
             total += taken
-        return total
+        return total, sum(drafted)
+
+    def _new_request(self, group: Group) -> Request:
+        return Request.of(group, vocab=self.model.shape.vocab_size, device=self.model.device)
 
     def _admit(self) -> tuple[int, int]:
-        """Start waiting samples while slots are free: (prompt tokens prefilled, tokens emitted)."""
-        groups: list[tuple[Group, int]] = []  # with the slot that holds the prompt
-        fresh: list[Request] = []
-        while self.waiting and len(self.running) + len(fresh) < self.cache.slots:
-            group = self.waiting[0]
-            source = self._sibling(group)
-            if source is None:
-                groups.append((group, len(self.running) + len(fresh)))
-            while group.next_sample < group.params.n:
-                if len(self.running) + len(fresh) >= self.cache.slots:
-                    break
-                vocab = self.model.shape.vocab_size
-                fresh.append(Request.of(group, vocab=vocab, device=self.model.device))
-            if group.next_sample == group.params.n:
-                self.waiting.popleft()
-        if groups:
-            self._prefill(groups)
+        """Start waiting samples while there is room: (prompt tokens computed, tokens emitted)."""
+        admission, running = self.scheduler.admit(), self.scheduler.running
+        if not admission.requests:
+            return 0, 0
+        self._running = None
+        computed = self._prefill(admission.prefill) if admission.prefill else 0
+        for request, source, slot in admission.copies:
+            length = len(request.group.prompt.tokens)
+            self.cache.copy(source, slot, length=length)
+            request.featured = running[source].featured
+            request.drafted_to = min(running[source].drafted_to, length - 1)
+        fresh = [request for request in admission.requests if request.count == 0]
         if fresh:
-            self._start(fresh, {id(group): slot for group, slot in groups})
-        return sum(len(group.prompt.tokens) for group, _ in groups), len(fresh)
+            self._start(fresh)
+        return computed, len(fresh)
 
-    def _sibling(self, group: Group) -> int | None:
-        """A slot whose first rows are this prompt, if its logits are still known."""
-        if group.logits is None:
-            return None
-        return next((i for i, r in enumerate(self.running) if r.group is group), None)
+    def _prefill(self, pairs: list[tuple[Request, int]]) -> int:
+        """Compute prompts, and preempted requests' whole sequences: tokens computed."""
+        sequences = [(r.tokens[:-1] if r.count else r.tokens, slot) for r, slot in pairs]
+        final = self.runner.prefill(sequences)
+        first = [row for row, (request, _) in enumerate(pairs) if request.count == 0]
+        logits = self.model.logits(final[torch.tensor(first, device=final.device)]) if first else ()
+        for row, line in zip(first, logits, strict=True):
+            pairs[row][0].group.logits = line
+        for request, _ in pairs:
+            same = not request.versions or request.versions[-1] == self.version
+            request.featured = same and self.runner.keeps_features
+        return sum(len(tokens) for tokens, _ in sequences)
 
-    def _prefill(self, groups: list[tuple[Group, int]]) -> None:
-        hidden = self.runner.prefill([(group.prompt.tokens, slot) for group, slot in groups])
-        logits = self.model.logits(hidden)
-        for row, (group, _) in enumerate(groups):
-            group.logits, group.hidden = logits[row], hidden[row : row + 1]
-            if not group.indexed:
-                group.index.extend(group.prompt.tokens, start=0)
-                group.indexed = True
-
-    def _start(self, fresh: list[Request], sources: dict[int, int]) -> None:
-        """Copy the prompt to each sample's slot and draw its first token."""
-        for request in fresh:
-            slot = len(self.running)
-            source = sources.get(id(request.group))
-            if source is None:
-                source = self._sibling(request.group)
-            if source != slot:
-                self.cache.copy(source, slot, length=len(request.group.prompt.tokens))
-            self.running.append(request)
-        self._sampling = None
+    def _start(self, fresh: list[Request]) -> None:
+        """Draw the first token of each sample from its prompt's logits."""
         sampling = sampling_tensors([r.group.params for r in fresh], device=self.model.device)
         seeds = torch.tensor([r.seed for r in fresh], device=self.model.device)
+        logits = torch.stack([r.group.logits for r in fresh])
         seen = None
         if sampling.repetition_penalty is not None:
-            logits = fresh[0].group.logits
-            blank = torch.zeros_like(logits, dtype=torch.bool)
+            blank = torch.zeros_like(logits[0], dtype=torch.bool)
             seen = torch.stack([blank if r.seen is None else r.seen for r in fresh])
-        logits = torch.stack([r.group.logits for r in fresh])
         tokens, log_probs = draw(
             logits, sampling, seeds=seeds, counters=torch.zeros_like(seeds), seen=seen
         )
@@ -331,18 +306,20 @@ class NativeEngine:
             fresh, tokens.tolist(), log_probs.tolist(), strict=True
         ):
             request.emit([token], [log_prob], version=self.version, decode=self.text)
-            self.recorder.capture(request, request.group.hidden, self.model.norm)
+
+    def _release_finished(self) -> list[Rollout]:
+        return self._release([i for i, r in enumerate(self.scheduler.running) if r.finish])
 
     def _release(self, slots: list[int]) -> list[Rollout]:
-        """Take requests out; the last ones move into the gaps."""
-        rollouts = [self.running[slot].rollout() for slot in slots]
+        """Take requests out, keeping what they taught."""
+        if not slots:
+            return []
         for slot in slots:
-            self.recorder.finished(self.running[slot])
-        for slot in reversed(slots):
-            last = self.running.pop()
-            if slot < len(self.running):
-                self.running[slot] = last
-                self.cache.copy(len(self.running), slot, length=len(last.tokens) - 1)
-        if slots:
-            self._sampling = None
-        return rollouts
+            request, first = self.scheduler.running[slot], slot * self.cache.stride
+            request.learn_ngrams()
+            if self.recorder.max_rows and self.runner.keeps_features:
+                rows = self.cache.planes[FEATURES][0, first : first + len(request.tokens)]
+                self.recorder.finished(request, rows, inner=self.inner_features)
+        self.ngrams.trim()
+        self._running = None
+        return [request.rollout() for request in self.scheduler.remove(slots)]

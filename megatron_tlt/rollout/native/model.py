@@ -47,12 +47,14 @@ class TensorParallel:
 class Attention:
     """Self-attention of this rank's heads, without the output projection."""
 
-    def __init__(self, shape: ModelShape, *, tp: TensorParallel, like: torch.Tensor) -> None:
+    def __init__(
+        self, shape: ModelShape, *, tp: TensorParallel, like: torch.Tensor, inputs: int | None = None
+    ) -> None:
         self.heads = shape.num_attention_heads // tp.size
         self.groups = shape.num_query_groups // tp.size
         self.dim, self.epsilon = shape.head_dim, shape.norm_epsilon
         width = (self.heads + 2 * self.groups) * self.dim
-        self.qkv = Linear(shape.hidden_size, width, bias=shape.qkv_bias, like=like)
+        self.qkv = Linear(inputs or shape.hidden_size, width, bias=shape.qkv_bias, like=like)
         self.out = Linear(
             self.heads * self.dim, shape.hidden_size, bias=shape.output_bias, like=like
         )
@@ -225,6 +227,6 @@ class NativeModel:
             capture[self.shape.num_layers] = x.clone()
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and head: `[t, h]` to `[t, v]`."""
-        return self.tp.concat(self.head(self.norm(hidden)))[:, : self.shape.vocab_size]
+    def logits(self, final: torch.Tensor) -> torch.Tensor:
+        """The head on states after the final norm: `[t, h]` to `[t, v]`."""
+        return self.tp.concat(self.head(final))[:, : self.shape.vocab_size]

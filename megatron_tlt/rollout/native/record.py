@@ -4,7 +4,6 @@ from collections import deque
 
 import torch
 
-from megatron_tlt.rollout.native.layers import Norm
 from megatron_tlt.rollout.native.request import Request
 from megatron_tlt.types import EngineStats, FeatureSample, StepRecord, Strategy
 
@@ -18,7 +17,7 @@ class Recorder:
         self.steps = self.tokens = self.prefill_tokens = 0
         self.speculated_tokens = self.verify_ct = self.drafted = self.aborted = 0
         self.recent: deque[StepRecord] = deque(maxlen=_RECENT)
-        self.max_rows = self.rows = 0
+        self.max_rows = self.context_rows = self.rows = self.preemptions = 0
         self.samples: list[FeatureSample] = []
         self._prefill = (0, 0, 0.0)
 
@@ -62,46 +61,36 @@ class Recorder:
                 target_ms=target,
                 draft_ms=draft,
                 other_ms=other + 1000 * before,
+                prefill_ms=1000 * before,
             )
         )
 
-    def capture(self, request: Request, hidden: torch.Tensor, norm: Norm) -> None:
-        """Keep `hidden` `[t, h]` (one row an emitted token), after the final norm, if there is room.
+    def finished(self, request: Request, rows: torch.Tensor, *, inner: int) -> None:
+        """Keep a response's features if its rows fit; a part of a response is no use to a drafter.
 
-        A response that does not fit is dropped whole: a drafter needs aligned, complete rows.
+        `rows` `[positions, f]`: the request's features, the first `inner` columns those of inner layers (0:
+        there are none). Rows of several weight versions are dropped.
         """
-        if not self.max_rows:
+        prompt = request.group.prompt
+        if not request.featured or len(set(request.versions)) != 1:
             return
-        if request.features is None:
-            if request.count > len(hidden):
-                return  # capture began, or gave up, in the middle of this response
-            request.features = []
-        if self.rows + len(hidden) > self.max_rows:
-            self._drop(request)
+        context = min(self.context_rows, len(prompt.tokens) - 1)
+        first, last = len(prompt.tokens) - 1 - context, len(request.tokens) - 1
+        if self.rows + last - first > self.max_rows:
             return
-        request.features.append(norm(hidden))
-        self.rows += len(hidden)
-
-    def _drop(self, request: Request) -> None:
-        if request.features is not None:
-            self.rows -= sum(map(len, request.features))
-            request.features = None
-
-    def finished(self, request: Request) -> None:
-        """Turn a response's rows into a sample; rows of several weight versions are dropped."""
-        if request.features and len(set(request.versions)) == 1:
-            prompt = request.group.prompt
-            self.samples.append(
-                FeatureSample(
-                    prompt_id=prompt.prompt_id,
-                    sample_index=request.sample,
-                    tokens=tuple(request.tokens[len(prompt.tokens) :]),
-                    hidden=torch.cat(request.features),
-                    weight_version=request.versions[0],
-                )
+        kept = rows[first:last].clone()
+        self.rows += len(kept)
+        self.samples.append(
+            FeatureSample(
+                prompt_id=prompt.prompt_id,
+                sample_index=request.sample,
+                tokens=tuple(request.tokens[len(prompt.tokens) :]),
+                hidden=kept[:, :inner].contiguous() if inner else kept,
+                weight_version=request.versions[0],
+                context_tokens=prompt.tokens[len(prompt.tokens) - context :] if context else (),
+                last_hidden=kept[:, inner:].contiguous() if inner else None,
             )
-            request.features = None
-        self._drop(request)
+        )
 
     def take_features(self) -> list[FeatureSample]:
         taken, self.samples = self.samples, []
@@ -116,6 +105,7 @@ class Recorder:
             speculated_tokens=self.speculated_tokens,
             verify_ct=self.verify_ct,
             drafted=self.drafted,
+            preemptions=self.preemptions,
             aborted=self.aborted,
             recent=tuple(self.recent),
         )

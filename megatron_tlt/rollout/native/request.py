@@ -9,6 +9,8 @@ from megatron_tlt.ops.sampling import SamplingTensors, stream_seed
 from megatron_tlt.rollout.ngram import NgramIndex
 from megatron_tlt.types import FinishReason, Prompt, Rollout, SamplingParams
 
+# Acceptance that a request starts with, and the weight of its newest verification.
+_FIRST_RATE, _NEWEST = 0.7, 0.2
 # A stop string is looked for in the text of this many tokens more than it has characters.
 _STOP_MARGIN = 4
 
@@ -25,9 +27,6 @@ class Group:
     next_sample: int = 0
     logits: torch.Tensor | None = None
     """`[v]`, after the prompt; None until it is prefilled."""
-    hidden: torch.Tensor | None = None
-    """`[1, h]`, final state of the prompt's last token."""
-    indexed: bool = False
 
 
 @dataclass(slots=True)
@@ -38,10 +37,22 @@ class Request:
     sample: int
     tokens: list[int]
     seed: int
+    arrival: int = 0
+    """Order in which requests started: the newest are preempted first."""
+    epoch: int = 0
+    """Weight updates before its prompt was computed."""
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    features: list[torch.Tensor] | None = None
+    step_tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    featured: bool = False
+    """Whether the cache has the features of all its positions."""
+    indexed: int = 0
+    """Tokens that the n-gram index has."""
+    drafted_to: int = 0
+    """Positions in the EAGLE drafter's cache."""
+    accept_rate: float = _FIRST_RATE
+    """Moving average of the chance that the next draft token is accepted."""
     seen: torch.Tensor | None = None
     """bool `[v]`, for the repetition penalty."""
     verify_ct: int = 0
@@ -83,8 +94,22 @@ class Request:
                 break
         if self.seen is not None:
             self.seen[self.tokens[start:]] = True
-        self.group.index.extend(self.tokens, start=start)
-        return len(self.tokens) - start
+        self.step_tokens.append(len(self.tokens) - start)
+        return self.step_tokens[-1]
+
+    def verified(self, *, levels: int, accepted: int) -> None:
+        """Count a verification of a tree of `levels` levels, of which `accepted` stayed."""
+        self.verify_ct += 1
+        self.num_accepted += accepted
+        if levels:
+            # Trials until the first failure, as a maximum-likelihood rate of one position.
+            rate = accepted / min(levels, accepted + 1)
+            self.accept_rate += _NEWEST * (rate - self.accept_rate)
+
+    def learn_ngrams(self) -> None:
+        """Bring the group's index up to this request's last token."""
+        self.group.index.extend(self.tokens, start=self.indexed)
+        self.indexed = len(self.tokens)
 
     def _hits_stop(self, decode: Callable[[list[int]], str]) -> bool:
         stops = self.group.params.stop
@@ -105,12 +130,13 @@ class Request:
             verify_ct=self.verify_ct,
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
+            step_tokens=tuple(self.step_tokens),
         )
 
 
 @dataclass(slots=True)
 class Running:
-    """The running requests as tensors; row i is slot i."""
+    """The running requests as tensors; row i is slot i. Kept from step to step while nobody comes or goes."""
 
     requests: list[Request]
     seeds: torch.Tensor
@@ -128,7 +154,7 @@ class Running:
     """Whether all `lengths` are equal."""
 
     @staticmethod
-    def of(requests: list[Request], *, sampling: SamplingTensors, device: torch.device) -> "Running":
+    def of(requests: list[Request], *, device: torch.device) -> "Running":
         lengths = [len(r.tokens) - 1 for r in requests]
         columns = (
             [r.seed for r in requests],
@@ -139,10 +165,19 @@ class Running:
         return Running(
             requests,
             *torch.tensor(columns, device=device),
-            sampling=sampling,
+            sampling=sampling_tensors([r.group.params for r in requests], device=device),
             longest=max(lengths),
             even=min(lengths) == max(lengths),
         )
+
+    def advance(self, taken: torch.Tensor, last: torch.Tensor) -> None:
+        """Every request took `taken` `[b]` tokens, ending with `last` `[b]`."""
+        self.counts += taken
+        self.lengths += taken
+        self.last = last
+        lengths = [len(r.tokens) for r in self.requests]
+        self.longest = max(lengths) - 1
+        self.even = min(lengths) == max(lengths)
 
 
 def sampling_tensors(params: Sequence[SamplingParams], *, device: torch.device) -> SamplingTensors:

@@ -1,12 +1,17 @@
-"""One decode step of all running requests: plain, or with drafts to verify."""
+"""One decode step of all running requests: plain, or with drafts to verify.
+
+Legend: b running requests, t tree nodes, m nodes of all trees, v vocabulary, h hidden, f features.
+"""
 
 from dataclasses import dataclass
 
 import torch
 
 from megatron_tlt.ops.sampling import SamplingTensors, sample, token_log_probs, uniforms
+from megatron_tlt.ops.speculative import accepted_path, match_tree
+from megatron_tlt.rollout.native.draft import Draft
 from megatron_tlt.rollout.native.request import Running
-from megatron_tlt.rollout.native.runner import Runner
+from megatron_tlt.rollout.native.runner import FEATURES, TARGET, Runner
 
 
 @dataclass(slots=True)
@@ -14,13 +19,15 @@ class StepOutput:
     """What the target drew: `tokens[i, : lengths[i]]` is emitted by request i."""
 
     tokens: torch.Tensor
-    """`[b, w]`"""
+    """`[b, t]`"""
     log_probs: torch.Tensor
-    """`[b, w]`, the target's."""
+    """`[b, t]`, the target's."""
     lengths: torch.Tensor
     """`[b]`, accepted drafts plus one."""
-    hidden: torch.Tensor
-    """`[b, w, h]`, final states from which the tokens were drawn."""
+
+    def last(self) -> torch.Tensor:
+        """Each request's newest token, `[b]`."""
+        return self.tokens.gather(1, self.lengths[:, None] - 1).squeeze(1)
 
 
 def draw(
@@ -33,40 +40,91 @@ def draw(
     return tokens, token_log_probs(logits, tokens, temperature=sampling.temperature)
 
 
-def step(runner: Runner, running: Running, drafts: torch.Tensor | None) -> StepOutput:
-    """Run the target over the last token and `drafts` `[b, k]` (-1: none), and accept what agrees.
+def step(runner: Runner, running: Running, draft: Draft | None) -> StepOutput:
+    """Run the target over the last token and the draft, and accept what agrees.
 
-    The rule is the shared-randomness rule of `ops.speculative` for chains: draft j stays where all drafts up
-    to j are the tokens that the target draws.
+    The rule is the shared-randomness rule of `ops.speculative`: a node stays where its whole path is what the
+    target draws. Keys, values and features of the accepted path end up where plain decoding would have put
+    them.
     """
-    tokens = running.last[:, None]
-    if drafts is not None:
-        tokens = torch.cat((tokens, drafts), 1)
-    count, width = tokens.shape
-    hidden = runner.decode(running, tokens.clamp(min=0))
-    logits = runner.model.logits(hidden)
-    sampling, seeds, counters = running.sampling, running.seeds, running.counts
-    if width > 1:
-        steps = torch.arange(width, device=tokens.device)
-        node = torch.arange(count, device=tokens.device).repeat_interleave(width)
-        sampling, seeds = sampling.take(node), seeds[node]
-        counters = (counters[:, None] + steps).flatten()
-    seen = _seen(running, tokens) if sampling.repetition_penalty is not None else None
-    drawn, log_probs = draw(logits, sampling, seeds=seeds, counters=counters, seen=seen)
-    drawn = drawn.view(count, width)
-    lengths = torch.ones_like(running.lengths)
-    if width > 1:
-        lengths += (tokens[:, 1:] == drawn[:, :-1]).long().cumprod(1).sum(1)
-    return StepOutput(
-        drawn, log_probs.view(count, width), lengths, hidden.view(count, width, -1)
+    return _plain(runner, running) if draft is None else _verify(runner, running, draft)
+
+
+def _plain(runner: Runner, running: Running) -> StepOutput:
+    final, features = runner.decode(running)
+    sampling = running.sampling
+    seen = _seen(running, None) if sampling.repetition_penalty is not None else None
+    tokens, log_probs = draw(
+        runner.model.logits(final), sampling, seeds=running.seeds, counters=running.counts, seen=seen
     )
+    if features is not None:
+        rows = running.lengths + runner.cache.first_row[: len(tokens)]
+        runner.cache.planes[FEATURES][0].index_copy_(0, rows, features)
+    return StepOutput(tokens[:, None], log_probs[:, None], torch.ones_like(running.lengths))
 
 
-def _seen(running: Running, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens that the context of each place holds, drafts before it included: bool `[b * w, v]`."""
+def _verify(runner: Runner, running: Running, draft: Draft) -> StepOutput:
+    shape, width = draft.tokens.shape, draft.tokens.shape[1]
+    nodes = (draft.tokens >= 0).flatten().nonzero().squeeze(1)  # [m]
+    final, features = runner.verify(running, draft, nodes)
+    owner = nodes // width
+    sampling = running.sampling.take(owner)
+    counters = (running.counts[:, None] + draft.depths).flatten()[nodes]
+    seen = None
+    if sampling.repetition_penalty is not None:
+        seen = _seen(running, draft)[nodes]
+    drawn, log_probs = draw(
+        runner.model.logits(final), sampling, seeds=running.seeds[owner], counters=counters, seen=seen
+    )
+    drawn, log_probs = (_grid(x, nodes, shape) for x in (drawn, log_probs))
+    accepted = match_tree(draft.tokens, draft.parents, drawn, depth=draft.levels)
+    if draft.is_chain:
+        path, lengths = draft.depths, accepted.sum(1)
+    else:
+        path, lengths = accepted_path(accepted, draft.depths)
+        drawn, log_probs = drawn.gather(1, path), log_probs.gather(1, path)
+    _keep_path(runner, running, path, lengths, nodes=nodes, features=features)
+    return StepOutput(drawn, log_probs, lengths)
+
+
+def _grid(values: torch.Tensor, nodes: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Values of nodes `[m]` to the padded grid `[b, t]`."""
+    if len(nodes) == shape.numel():
+        return values.view(shape)
+    return values.new_zeros(shape.numel()).index_copy_(0, nodes, values).view(shape)
+
+
+def _keep_path(
+    runner: Runner, running: Running, path: torch.Tensor, lengths: torch.Tensor, *,
+    nodes: torch.Tensor, features: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Move keys and values of accepted nodes `path` `[b, t]` to the front, and store their features."""
+    count, width = path.shape
+    columns = torch.arange(width, device=path.device)
+    first = (running.lengths + runner.cache.first_row[:count])[:, None]
+    kept = columns < lengths[:, None]
+    moved = kept & (path != columns)
+    if moved.any():
+        sources, targets = (first + path)[moved], (first + columns)[moved]
+        runner.cache.move_rows(TARGET, sources, targets)
+    if features is not None:
+        packed = torch.zeros(count * width, dtype=torch.int64, device=path.device)
+        packed[nodes] = torch.arange(len(nodes), device=path.device)
+        places = (path + width * torch.arange(count, device=path.device)[:, None])[kept]
+        plane = runner.cache.planes[FEATURES][0]
+        plane.index_copy_(0, (first + columns)[kept], features[packed[places]])
+
+
+def _seen(running: Running, draft: Draft | None) -> torch.Tensor:
+    """Tokens that the context of each node holds, its path included: bool `[b * t, v]`."""
     blank = torch.zeros_like(next(r.seen for r in running.requests if r.seen is not None))
     rows = torch.stack([blank if r.seen is None else r.seen for r in running.requests])
+    if draft is None:
+        return rows
+    every = torch.arange(len(rows), device=rows.device)
     places = [rows]
-    for column in tokens[:, 1:].clamp(min=0).T:
-        places.append(places[-1].scatter(1, column[:, None], True))
+    for column in range(1, draft.tokens.shape[1]):
+        above = torch.stack(places, 1)[every, draft.parents[:, column]]
+        token = draft.tokens[:, column].clamp(min=0)
+        places.append(above.scatter(1, token[:, None], True))
     return torch.stack(places, 1).flatten(0, 1)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_tlt.rollout.checksum import Checksum
+from megatron_tlt.rollout.native.eagle import EagleModel
 from megatron_tlt.rollout.native.layers import Linear, rotary_order
-from megatron_tlt.rollout.native.model import Layer, NativeModel
+from megatron_tlt.rollout.native.model import Attention, Layer, Mlp, NativeModel
 
 # Buffers that hub files carry beside the parameters.
 _IGNORED = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias)$")
@@ -42,45 +44,65 @@ class Place:
 
 
 class WeightLoader:
-    """Streams (name, tensor) pairs into a `NativeModel`, in any order and in parts."""
+    """(name, tensor) pairs, in any order, into a `NativeModel`: all of them or none."""
 
     def __init__(self, model: NativeModel) -> None:
         self.model = model
         self.rank, self.size = model.tp.rank, model.tp.size
         self.order = rotary_order(model.shape.head_dim) if model.table is not None else None
         self.places: dict[str, list[Place]] = {}
-        if model.shape.model_type == "gpt2":
+        self._fill()
+
+    def _fill(self) -> None:
+        if self.model.shape.model_type == "gpt2":
             self._gpt2()
         else:
             self._llama_like()
-        self.missing = set(self.places)
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors to their places. Raises ValueError on an unknown name or a wrong shape.
+    def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, checksum: str | None = None
+    ) -> None:
+        """Look at every tensor first, then copy all to their places.
 
-        With tied embeddings a head of its own name is ignored. Names never loaded stay in `missing`.
+        The tensors must stay as they are until this returns. With tied embeddings a head of its own name is
+        ignored. Raises ValueError on an unknown name, a wrong shape, a parameter that is not given, or where
+        `weights_checksum` of the tensors is not `checksum`; nothing has changed then, nor where the
+        iterator raises.
         """
-        head = self._head_name()
+        staged: list[tuple[list[Place], torch.Tensor]] = []
+        missing, total = set(self.places), Checksum()
         for name, tensor in tensors:
-            if _IGNORED.match(name) or (name == "lm_head.weight" and head != name):
+            if checksum is not None:
+                total.add(name, tensor)
+            if self._ignored(name):
                 continue
-            for place in self._find(name):
+            full = self._full_name(name)
+            missing.discard(full)
+            for place in self.places[full]:
                 if tuple(tensor.shape) != place.shape:
                     raise ValueError(
                         f"{name} has shape {tuple(tensor.shape)}, the model wants {place.shape}: "
                         "the weights belong to another configuration"
                     )
+            staged.append((self.places[full], tensor))
+        if missing:
+            some = ", ".join(sorted(missing)[:5])
+            raise ValueError(f"{len(missing)} weights were not given, such as {some}: give all of them")
+        if checksum is not None and total.value() != checksum:
+            raise ValueError(
+                f"the weights' checksum is {total.value()}, expected {checksum}: they changed on the way"
+            )
+        for places, tensor in staged:
+            for place in places:
                 place.put(tensor)
         for linear in self.model.linears():
             linear.pack()
 
-    def check_complete(self) -> None:
-        """Raises ValueError naming the parameters that were never given."""
-        if self.missing:
-            some = ", ".join(sorted(self.missing)[:5])
-            raise ValueError(f"{len(self.missing)} weights were not given, such as {some}")
+    def _ignored(self, name: str) -> bool:
+        head = self._head_name()
+        return bool(_IGNORED.match(name)) or (name == "lm_head.weight" and head != name)
 
-    def _find(self, name: str) -> list[Place]:
+    def _full_name(self, name: str) -> str:
         prefix = "transformer." if self.model.shape.model_type == "gpt2" else "model."
         full = name if name in self.places else prefix + name
         if full not in self.places:
@@ -88,8 +110,7 @@ class WeightLoader:
                 f"weight {name!r} is unknown to a {self.model.shape.model_type} of "
                 f"{self.model.shape.num_layers} layers"
             )
-        self.missing.discard(full)
-        return self.places[full]
+        return full
 
     def _head_name(self) -> str:
         tied = self.model.shape.tied
@@ -136,7 +157,13 @@ class WeightLoader:
             self._llama_layer(f"model.layers.{index}.", layer)
 
     def _llama_layer(self, prefix: str, layer: Layer) -> None:
-        shape, attention = self.model.shape, layer.attention
+        self._attention(prefix, layer.attention)
+        self._gated_mlp(prefix, layer.mlp)
+        self._norm(prefix + "input_layernorm", layer.norm1)
+        self._norm(prefix + "post_attention_layernorm", layer.norm2)
+
+    def _attention(self, prefix: str, attention: Attention) -> None:
+        shape = self.model.shape
         heads, groups = shape.num_attention_heads, shape.num_query_groups
         column = 0
         for part, count, local, order in (
@@ -149,18 +176,20 @@ class WeightLoader:
                 start=column, order=order,
             )  # fmt: skip
             column += local * shape.head_dim
-        hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
-        self._linear(f"{prefix}self_attn.o_proj", attention.out, width=hidden, column=False)
-        self._linear(f"{prefix}mlp.gate_proj", layer.mlp.up, width=ffn)
-        self._linear(f"{prefix}mlp.up_proj", layer.mlp.up, width=ffn, start=ffn // self.size)
-        self._linear(f"{prefix}mlp.down_proj", layer.mlp.down, width=hidden, column=False)
-        self._norm(prefix + "input_layernorm", layer.norm1)
-        self._norm(prefix + "post_attention_layernorm", layer.norm2)
+        self._linear(
+            f"{prefix}self_attn.o_proj", attention.out, width=shape.hidden_size, column=False
+        )
         if attention.qk_norm is not None:
             for part, rows in (("q", slice(attention.heads)), ("k", slice(attention.heads, None))):
                 target = attention.qk_norm[rows]
                 place = Place(target, (shape.head_dim,), order=self.order)
                 self.places[f"{prefix}self_attn.{part}_norm.weight"] = [place]
+
+    def _gated_mlp(self, prefix: str, mlp: Mlp) -> None:
+        hidden, ffn = self.model.shape.hidden_size, self.model.shape.ffn_hidden_size
+        self._linear(f"{prefix}mlp.gate_proj", mlp.up, width=ffn)
+        self._linear(f"{prefix}mlp.up_proj", mlp.up, width=ffn, start=ffn // self.size)
+        self._linear(f"{prefix}mlp.down_proj", mlp.down, width=hidden, column=False)
 
     def _gpt2(self) -> None:
         self._outer("transformer.wte.weight")
@@ -193,6 +222,52 @@ class WeightLoader:
                 _QkvPlace(target, shape, start=part * local, shard=(part, *cut[1:]))
                 for part in range(3)
             ]
+
+
+class DraftLoader(WeightLoader):
+    """An exported drafter (`models.drafter`) into an `EagleModel`.
+
+    Tables of the target that some files carry too are left out: they are the target's, never the drafter's.
+    """
+
+    model: EagleModel
+
+    def _fill(self) -> None:
+        model = self.model
+        size, fc = model.shape.hidden_size, model.fc.weight.shape[0]
+        self.places["fc.weight"] = [Place(model.fc.weight, (size, fc), transposed=True)]
+        if model.fc.bias is not None:
+            self.places["fc.bias"] = [Place(model.fc.bias, (size,))]
+        prefix = "midlayer." if model.eagle3 else "layers.0."
+        self._attention(prefix, model.attention)
+        self._gated_mlp(prefix, model.mlp)
+        self._norm(prefix + "post_attention_layernorm", model.norm2)
+        if model.eagle3:
+            self._norm(prefix + "input_layernorm", model.embedding_norm)
+            self._norm(prefix + "hidden_norm", model.hidden_norm)
+            self._norm("norm", model.norm)
+            head = (model.config.head_size, size)
+            self.places["lm_head.weight"] = [Place(model.head.weight, head, transposed=True)]
+            self.places["d2t"] = [_OffsetPlace(model.draft_tokens, head[:1])]
+
+    def _ignored(self, name: str) -> bool:
+        tables = ["embed_tokens.weight", "t2d"] + ["lm_head.weight"] * (not self.model.eagle3)
+        return name.removeprefix("model.") in tables
+
+    def _full_name(self, name: str) -> str:
+        full = name.removeprefix("model.")
+        if full not in self.places:
+            raise ValueError(
+                f"weight {name!r} is unknown to a drafter of layout {self.model.config.layout!r}"
+            )
+        return full
+
+
+class _OffsetPlace(Place):
+    """Target tokens of a draft vocabulary, from offsets to the draft's own numbering."""
+
+    def put(self, tensor: torch.Tensor) -> None:
+        self.target.copy_(tensor.to(self.target) + torch.arange(len(tensor), device=self.target.device))
 
 
 class _HeadPlace(Place):

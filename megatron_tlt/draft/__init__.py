@@ -1,0 +1,1 @@
+"""Training of the drafter: what it learns from, and when."""

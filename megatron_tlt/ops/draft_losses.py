@@ -1,0 +1,55 @@
+"""Losses that teach a drafter to continue the target: states, and token distributions.
+
+Legend: b sequences, s rows, h hidden, v vocabulary, p passes. `mask` `[b, s]` says which rows count; every loss
+is a mean over them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of `[b, s]` where `mask` is True; 0 where nothing counts."""
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def feature_loss(
+    predicted: torch.Tensor, target: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """SmoothL1 between states `[b, s, h]`, mean over h (EAGLE, https://arxiv.org/abs/2401.15077, L_reg)."""
+    per_row = F.smooth_l1_loss(predicted.float(), target.float(), reduction="none").mean(-1)
+    return masked_mean(per_row, mask)
+
+
+def soft_cross_entropy(
+    logits: torch.Tensor, target_logits: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Cross entropy of `logits` `[b, s, v]` against softmax(target_logits), in nats (EAGLE's L_cls)."""
+    target = torch.softmax(target_logits.float(), -1)
+    per_row = -(target * torch.log_softmax(logits.float(), -1)).sum(-1)
+    return masked_mean(per_row, mask)
+
+
+def accept_rates(hits: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    """Share of chains whose draft j and all before it agree: `[p]`.
+
+    `hits[j]` bool `[b, s]`: pass j's guess at row i is the token that follows. A chain that starts at row i
+    takes pass j at row i + j, so only rows with all p guesses inside `mask` start one.
+    """
+    passes = len(hits)
+    rows = mask.shape[1] - passes + 1
+    if rows < 1:
+        return torch.zeros(passes)
+    starts = torch.stack([mask[:, j : j + rows] for j in range(passes)]).all(0)
+    alive, rates = starts, []
+    for j, hit in enumerate(hits):
+        alive = alive & hit[:, j : j + rows]
+        rates.append(alive.sum() / starts.sum().clamp(min=1))
+    return torch.stack(rates)
+
+
+def simulated_accept_length(hits: Sequence[torch.Tensor], mask: torch.Tensor) -> float:
+    """Tokens per verification of a chain of len(hits) drafts, bonus token included, all starts weighted alike."""
+    return 1.0 + float(accept_rates(hits, mask).sum())

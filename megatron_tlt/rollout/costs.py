@@ -1,0 +1,68 @@
+"""What a decode step costs, by strategy and batch size: measured once, then a prior and a simulator's clock."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_tlt.types import StepRecord
+
+
+@dataclass(slots=True)
+class CostTable:
+    """Seconds of a step as {str(strategy): {batch: seconds}}, and of one prompt token's prefill."""
+
+    steps: dict[str, dict[int, float]] = field(default_factory=dict)
+    prefill_token: float = 0.0
+
+    def seconds(self, strategy: str, batch: int) -> float:
+        """A step's seconds; between measured batch sizes linear, beyond them the last line goes on.
+
+        Raises ValueError for a strategy that was not measured.
+        """
+        if strategy not in self.steps:
+            raise ValueError(f"no cost of {strategy!r} was measured: known are {sorted(self.steps)}")
+        known = sorted(self.steps[strategy].items())
+        if len(known) == 1:
+            return known[0][1]
+        upper = next((i for i, (size, _) in enumerate(known) if size >= batch), len(known) - 1)
+        (a, low), (b, high) = known[max(upper - 1, 0)], known[max(upper, 1)]
+        return max(low + (high - low) * (batch - a) / (b - a), min(low, high) / 2)
+
+    @staticmethod
+    def of_records(records: Iterable[StepRecord]) -> "CostTable":
+        """Medians of an engine's step records; steps that admitted prompts give the prefill's cost alone.
+
+        A step that drafted nothing counts as plain decoding.
+        """
+        seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        prefill: list[float] = []
+        for record in records:
+            total = (record.target_ms + record.draft_ms + record.other_ms) / 1000
+            if record.prefill_tokens:
+                prefill.append(record.prefill_ms / 1000 / record.prefill_tokens)
+                total -= record.prefill_ms / 1000
+            strategy = str(record.strategy) if record.drafted else "off"
+            seconds[strategy][record.batch].append(total)
+        steps = {
+            name: {batch: statistics.median(values) for batch, values in sizes.items()}
+            for name, sizes in seconds.items()
+        }
+        return CostTable(steps, statistics.median(prefill) if prefill else 0.0)
+
+    def merged(self, other: "CostTable") -> "CostTable":
+        """Both tables; where both know a cell, the other one's."""
+        steps = {name: dict(sizes) for name, sizes in self.steps.items()}
+        for name, sizes in other.steps.items():
+            steps.setdefault(name, {}).update(sizes)
+        return CostTable(steps, other.prefill_token or self.prefill_token)
+
+    def to_json(self) -> dict[str, Any]:
+        steps = {n: {str(b): s for b, s in sorted(x.items())} for n, x in self.steps.items()}
+        return {"steps": steps, "prefill_token": self.prefill_token}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> "CostTable":
+        steps = {n: {int(b): float(s) for b, s in x.items()} for n, x in value["steps"].items()}
+        return CostTable(steps, float(value["prefill_token"]))
