@@ -118,6 +118,8 @@ class AlgorithmConfig:
     """Coefficient of the KL to the reference in the loss; with both 0 it is a metric only."""
     kl_loss_type: KlType = "k3"
     """KL estimator in the loss: k1, k2, k3, low_var_kl (k3 within +-10)."""
+    use_unbiased_kl: bool = False
+    """Multiply the KL in the loss by the importance ratio, so that its gradient is that of the reverse KL."""
     kl_reward_type: KlType = "k1"
     """KL estimator in the reward."""
     ref_update_interval: int = 0

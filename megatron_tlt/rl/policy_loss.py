@@ -71,6 +71,8 @@ def policy_loss(
     metrics["ppo_kl"] = weighted_sum(tokens.old_log_probs - tokens.log_probs, per_token)
     if tokens.ref_log_probs is not None:
         kl = kl_penalty(tokens.log_probs, tokens.ref_log_probs, kind=config.kl_loss_type)
+        if config.use_unbiased_kl:  # https://arxiv.org/abs/2512.02556, section 3.1
+            kl = kl * ratios.clamp(min=-20.0, max=20.0).exp()
         metrics["kl_loss"] = weighted_sum(kl, weights)
         if config.kl_loss_coef > 0:
             loss = loss + config.kl_loss_coef * metrics["kl_loss"]
