@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "tools" / "bench"
-BENCHES = sorted({p.stem for p in BENCH.glob("*.py")} - {"__init__", "common", "plain_twin"})
+PARTS = {"__init__", "common", "plain_twin", "est_data", "est_variants", "est_summary"}
+BENCHES = sorted({p.stem for p in BENCH.glob("*.py")} - PARTS)
 
 
 @pytest.mark.parametrize("name", BENCHES)

@@ -7,10 +7,13 @@ embedding and loss for all subnets, norms and residuals for widths.
 
     python -m tools.bench.est speed          # writes results/est_speed.json
     python -m tools.bench.est speed --toy    # seconds; for CI
+
+`curve`: does a run on subnets reach the dense loss for less? See est_curve.py.
 """
 
 import argparse
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from megatron_tlt.subnet.shape import ModelShape
 from megatron_tlt.subnet.spec import est_layer_spec
 from megatron_tlt.train.optimizer import OptimizerConfig, build_optimizer, wrap_data_parallel
 from megatron_tlt.train.step import attach_finalizer, train_step
+from tools.bench import est_curve
 from tools.bench.common import RESULTS, command_line, write_result
 
 import torch
@@ -126,8 +130,11 @@ def measure(shape: str, cell: str, parallel: Parallel, options: argparse.Namespa
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["curve"]:
+        est_curve.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", nargs="?", default="speed", choices=["speed"])
+    parser.add_argument("what", nargs="?", default="speed", choices=["speed", "curve"])
     parser.add_argument("--toy", action="store_true", help="seconds instead of minutes; for CI")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--shapes", nargs="+", default=["gpt2", "llama"], choices=["gpt2", "llama"])
