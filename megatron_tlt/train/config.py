@@ -1,7 +1,7 @@
 """What a pretraining run is told: the loop's own settings, and all sections together."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -117,7 +117,7 @@ class PretrainConfig:
     """The loop."""
     est: EstConfig
     """Subnets that grow to the full model (evolving subnetwork training)."""
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    precision: PrecisionConfig
     """FP8 of the linear layers."""
     optimizer: OptimizerConfig
     """AdamW, schedules, gradient reduction."""

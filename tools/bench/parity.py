@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_tlt.data.pretrain import DataConfig
 from megatron_tlt.data.tokenizer import TokenizerConfig
 from megatron_tlt.models.gpt import ModelConfig
+from megatron_tlt.models.precision import PrecisionConfig
 from megatron_tlt.parallel import ParallelConfig, init_parallel, shutdown_parallel
 from megatron_tlt.subnet.config import EstConfig
 from megatron_tlt.train.checkpoint import CheckpointConfig
@@ -82,6 +83,7 @@ def worker(folder: Path, steps: int) -> None:
                 train_iters=steps, global_batch_size=8, micro_batch_size=2, bf16=bf16, eval_iters=0
             ),
             est=EstConfig(),
+            precision=PrecisionConfig(),
             optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=2, **optimizer),
             checkpoint=CheckpointConfig(),
             timeouts=TimeoutConfig(),
