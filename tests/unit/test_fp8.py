@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron_tlt.ops.fp8 import (
-    E4M3, E5M2, FP8_MAX, amax_of, cast, current_scale, e8m0_exponent, e8m0_scale,
+    E4M3, E5M2, FP8_MAX, Quantized, amax_of, cast, current_scale, e8m0_exponent, e8m0_scale,
     power_of_two_scale, product, quantize_tensor, quantize_tiles, rounding_error,
     update_delayed_scaling,
 )  # fmt: skip
@@ -173,6 +173,15 @@ def test_a_tensor_that_was_not_met_keeps_scale_and_history():
     update_delayed_scaling(history, scale, torch.tensor([448.0, 448.0]), amax_compute_algo="max")
     assert scale.tolist() == [3.0, pytest.approx(448.0 / 5.0)]
     assert history.tolist() == [[0.0, 0.0], [1.0, 2.0], [2.0, 5.0]]
+
+
+def test_every_byte_is_read_as_torch_reads_it():
+    for dtype in (E4M3, E5M2):
+        data = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
+        for wide in (torch.float32, torch.bfloat16):
+            for stored in (data, data.t()):
+                ours, theirs = Quantized(stored, ONE).factor(wide), stored.to(wide)
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def test_amax_is_the_largest_magnitude():
