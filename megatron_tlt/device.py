@@ -91,6 +91,11 @@ def dump_memory_snapshot(path: Path) -> None:
     torch.cuda.memory._dump_snapshot(str(path))
 
 
+def has_fp8_gemm() -> bool:
+    """Whether this process's GPU multiplies FP8 itself (Ada, Hopper and later)."""
+    return is_cuda() and torch.cuda.get_device_capability() >= (8, 9)
+
+
 def describe() -> str:
     """Human-readable name of the device, for logs and result files."""
     if is_cuda():

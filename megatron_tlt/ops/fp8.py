@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_tlt.device import has_fp8_gemm
+
 import torch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -158,8 +160,15 @@ def product(
 
     `gemm_dtype` is that of the factors: float32, or bfloat16 where the machine has such GEMMs, which takes
     the same exact factors but also rounds the sums to bfloat16 before one scale a tensor is multiplied in.
+    torch's own FP8 GEMM (`_scaled_mm`) runs on GPUs that have one; on a CPU it takes three times as long as
+    this with bfloat16 factors, and as long with float32 ones.
     """
     assert (a.tile is None) == (b.tile is None), "a tensor scale meets tile scales"
+    if a.tile is None and a.data.is_cuda and has_fp8_gemm():
+        second = b.data.contiguous().t()
+        return torch._scaled_mm(
+            a.data.contiguous(), second, a.scale_inv.view(()), b.scale_inv.view(()), out_dtype=dtype
+        )
     out = a.factor(gemm_dtype) @ b.factor(gemm_dtype).t()
     if a.tile is None:
         out.mul_(a.scale_inv * b.scale_inv)
