@@ -76,7 +76,7 @@ class SftConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Inputs:
+class SftInputs:
     """What a run reads before any process group exists."""
 
     source: Source
@@ -85,7 +85,7 @@ class _Inputs:
     valid_data: Examples | None
 
 
-def read_inputs(config: SftConfig) -> _Inputs:
+def read_inputs(config: SftConfig) -> SftInputs:
     """Checkpoint facts, tokenizer and examples. Raises ValueError for bad input."""
     config.optimizer.schedule_iters(config.training.train_iters)
     source = find_source(
@@ -108,7 +108,7 @@ def read_inputs(config: SftConfig) -> _Inputs:
     valid_data = None
     if data.valid_data_path:
         valid_data = read_examples(data.valid_data_path, data, tokenizer, max_length=longest)
-    return _Inputs(source=source, tokenizer=tokenizer, train_data=train_data, valid_data=valid_data)
+    return SftInputs(source=source, tokenizer=tokenizer, train_data=train_data, valid_data=valid_data)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if flags.get("dry_run") else _train(config, inputs)
 
 
-def _describe(config: SftConfig, inputs: _Inputs) -> str:
+def _describe(config: SftConfig, inputs: SftInputs) -> str:
     data, size = inputs.train_data, config.training.global_batch_size
     tokens = sum(map(len, data.prompts)) + sum(map(len, data.responses))
     return (
@@ -142,13 +142,11 @@ def _describe(config: SftConfig, inputs: _Inputs) -> str:
     )
 
 
-def _train(config: SftConfig, inputs: _Inputs) -> int:
+def _train(config: SftConfig, inputs: SftInputs) -> int:
     parallel = init_parallel(config.parallel, seed=config.training.seed)
     try:
         trainer, policy = build_trainer(config, inputs, parallel)
-        state = _state(config, inputs, policy)
-        if inputs.source.resumes:
-            trainer.scheduler.step(increment=state.consumed_train_samples)
+        state = restored_state(config, inputs, trainer, policy)
     except ValueError as error:
         print(f"error: [rank {parallel.rank}] {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_INPUT
@@ -159,7 +157,7 @@ def _train(config: SftConfig, inputs: _Inputs) -> int:
 
 
 def build_trainer(
-    config: SftConfig, inputs: _Inputs, parallel: Parallel
+    config: SftConfig, inputs: SftInputs, parallel: Parallel
 ) -> tuple[SftTrainer, Policy]:
     """Model, optimizer and schedule, filled from the source; collective over the world."""
     training = config.training
@@ -181,12 +179,18 @@ def build_trainer(
     return trainer, policy
 
 
-def _state(config: SftConfig, inputs: _Inputs, policy: Policy) -> TrainState:
-    """Fresh, or the checkpoint's. Raises ValueError when that one ran over other examples."""
+def restored_state(
+    config: SftConfig, inputs: SftInputs, trainer: SftTrainer, policy: Policy
+) -> TrainState:
+    """Fresh, or the checkpoint's with the learning rate at its position.
+
+    Raises ValueError when the checkpoint ran over other examples.
+    """
     source, identity = inputs.source, inputs.train_data.identity()
     named = {"tokenizer": asdict(source.tokenizer), "vocab_size": policy.vocab_size}
     if source.resumes:
         check_identity("set of examples", source.state.data["examples"], identity)
+        trainer.scheduler.step(increment=source.state.consumed_train_samples)
         source.state.config = asdict(config) | named
         return source.state
     return TrainState(

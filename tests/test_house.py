@@ -24,7 +24,7 @@ RANKS = {
     "entry": 5, "bridge": 5, "draft": 5,
     "rl": 6, "evaluation": 6,
     "report": 7,
-    "launcher": 8, "pretrain": 8, "generate": 8, "evaluate": 8, "train_rl": 8,
+    "launcher": 8, "pretrain": 8, "generate": 8, "evaluate": 8, "sft": 8,
 }  # fmt: skip
 SINGLE_IMPORTERS = {
     "megatron.core.extensions.transformer_engine": "models/te.py",

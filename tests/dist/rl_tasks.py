@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_tlt import sft
 from megatron_tlt.data.prompts import PromptDataConfig
 from megatron_tlt.data.rewards import RewardConfig, RewardResult
 from megatron_tlt.data.tokenizer import TokenizerConfig
@@ -17,9 +18,11 @@ from megatron_tlt.rl.config import EvaluationConfig, RlConfig, RlTrainingConfig,
 from megatron_tlt.rl.dump import Sample, read_dump, write_dump
 from megatron_tlt.rl.loop import train
 from megatron_tlt.rl.setup import RlRun, build_run
+from megatron_tlt.sft import SftConfig
 from megatron_tlt.train.checkpoint import CheckpointConfig
 from megatron_tlt.train.config import LoggingConfig
 from megatron_tlt.train.optimizer import OptimizerConfig
+from megatron_tlt.train.sft import SftDataConfig, SftTrainingConfig
 from megatron_tlt.types import FinishReason, Rollout
 
 import torch
@@ -153,3 +156,27 @@ def write_fixed_dump(folder: Path, *, seed: int = 0) -> list[Sample]:
     write_dump(folder, 1, samples)
     assert read_dump(folder, 1) == samples
     return samples
+
+
+def run_sft(root: Path, folder: Path, layout: dict, training: dict) -> int:
+    """Fine-tune a random model on `root`/sft.jsonl to the end; the same folder again goes on."""
+    torch.set_num_threads(1)
+    checkpoint = str(Path(folder) / "checkpoint")
+    config = SftConfig(
+        parallel=ParallelConfig(**layout),
+        data=SftDataConfig(train_data_path=[str(Path(root) / "sft.jsonl")]),
+        training=SftTrainingConfig(
+            **{"train_iters": 6, "global_batch_size": 8, "max_tokens_per_gpu": 40} | training
+        ),
+        optimizer=OptimizerConfig(lr=3e-3, lr_decay_style="constant", adam_eps=1e-6),
+        checkpoint=CheckpointConfig(save=checkpoint, load=checkpoint),
+        logging=LoggingConfig(log_interval=1, log_dir=str(Path(folder) / "logs")),
+        model=ModelConfig(preset="tiny-llama"),
+        tokenizer=TokenizerConfig(),
+    )
+    inputs = sft.read_inputs(config)
+    parallel = init_parallel(config.parallel, seed=1)
+    trainer, policy = sft.build_trainer(config, inputs, parallel)
+    state = sft.restored_state(config, inputs, trainer, policy)
+    assert sft.run(config, trainer, policy, state, parallel)
+    return state.iteration
