@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from megatron_tlt.data.rewards import extract_answer
+from megatron_tlt.data.rewards import tagged_answer
 
 ALPHABET = "0123456789+-*/=|,!? \n"
 _MAX_ANSWER_CHARS = 200
@@ -160,12 +160,11 @@ def countdown_reward(
         numbers, target = tuple(int(x) for x in facts["numbers"]), int(facts["target"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"label {ground_truth!r} lacks numbers and target") from error
-    text = extract_answer(solution_str).rsplit("\n", 1)[-1]
-    if "<answer>" not in solution_str:
-        if not text.startswith("!"):
-            return 0.0
-        text = text[1:]
-    return float(is_solution(text, numbers, target))
+    answer = tagged_answer(solution_str)
+    if answer is None:
+        last = solution_str.strip().rsplit("\n", 1)[-1]
+        answer = last[1:] if last.startswith("!") else ""
+    return float(is_solution(answer, numbers, target))
 
 
 def is_solution(answer: str, numbers: tuple[int, ...], target: int) -> bool:

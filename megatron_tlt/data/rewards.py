@@ -154,7 +154,14 @@ def exact_match(
     return float(extract_answer(solution_str) == ground_truth.strip())
 
 
+def tagged_answer(text: str) -> str | None:
+    """What stands in the last complete <answer>..</answer>, stripped; None without one."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return None if start < 0 else text[start + len("<answer>") : end].strip()
+
+
 def extract_answer(text: str) -> str:
     """What stands in the last complete <answer>..</answer>, else the whole text; stripped."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return (found[-1] if found else text).strip()
+    found = tagged_answer(text)
+    return text.strip() if found is None else found

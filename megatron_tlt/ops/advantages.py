@@ -107,15 +107,16 @@ def reward_to_go(
 
     Zero-length responses have no token, and so nothing to write to.
     """
-    parts = []
-    ends = final.tolist()
-    for end, rewards in zip(ends, token_rewards.split(lengths.tolist()), strict=True):
-        returns, after = torch.empty_like(rewards), end / gamma
-        for i in range(len(rewards) - 1, -1, -1):
-            after = gamma * after + float(rewards[i])
-            returns[i] = after
-        parts.append(returns)
-    return torch.cat(parts) if parts else token_rewards
+    if not len(token_rewards):
+        return token_rewards
+    pieces = token_rewards.double().split(lengths.tolist())
+    returns = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)  # [r, l]
+    rows = lengths.nonzero().squeeze(-1)
+    returns[rows, lengths[rows] - 1] += final.double()[rows]
+    for i in range(returns.shape[1] - 2, -1, -1):
+        returns[:, i] += gamma * returns[:, i + 1]
+    present = torch.arange(returns.shape[1], device=lengths.device) < lengths[:, None]
+    return returns[present].to(token_rewards.dtype)
 
 
 def moments(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,10 @@ def test_wrong_answers_are_wrong(answer):
         "3*5+7",  # no mark
         "!3*5=15,15+7=22\nx",  # the answer is not last
         "x !3*5=15,15+7=22",
+        "<answer>\n3*5+7",  # not closed
+        "</answer>3*5+7<answer>",
+        "<answer>3*5+7</answer> no <answer>7</answer>",  # the last one counts
+        "<answer>" * 10**5 + "\n3*5+7",
     ],
 )
 def test_hostile_and_malformed_text_is_wrong_at_once(text):
