@@ -35,6 +35,10 @@ PRESETS: dict[str, dict[str, object]] = {
     | _shape(28, 1536, 12, 2, 8960)
     | dict(untie_embeddings_and_output_weights=False),
     "qwen2.5-7b": _QWEN25 | _shape(28, 3584, 28, 4, 18944),
+    "smollm2-135m": _LLAMA
+    | _shape(30, 576, 9, 3, 1536)
+    | dict(rotary_base=100000, untie_embeddings_and_output_weights=False)
+    | dict(max_position_embeddings=8192),
     "tiny-gpt2": _GPT2 | _shape(4, 64, 4, 4, 256) | dict(seq_length=64),
     "tiny-llama": _LLAMA | _shape(4, 64, 4, 2, 192) | dict(seq_length=64),
 }
