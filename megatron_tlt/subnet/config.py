@@ -93,6 +93,9 @@ class EstConfig:
     """adaptive: grow when a window lowers the mean loss by less than this many nats."""
     adaptive_drop_ratio: float = 0.25
     """adaptive: grow too when a window gains less than this share of what the last growth gained at once."""
+    micro_batch_per_stage: list[int] | None = None
+    """Samples per forward pass in the first stages, multiples of training.micro_batch_size; later stages
+    use that. A subnet leaves activation memory for more; batch and gradient stay the same."""
     digest_interval: int = 100
     """Steps between checks that all ranks train the same subnet; 0: only at the first step."""
     seed: int | None = None

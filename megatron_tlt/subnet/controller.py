@@ -20,10 +20,12 @@ from megatron_tlt.subnet.coverage import Coverage
 from megatron_tlt.subnet.draw import HASH_VERSION, Plan, PlanKey, draw_plan, plan_key
 from megatron_tlt.subnet.flops import FlopsMeter, plan_flops
 from megatron_tlt.subnet.frozen import IdleFreezer, OwnedParameter
+from megatron_tlt.subnet.micro_batch import micro_batch_size
 from megatron_tlt.subnet.modules import SkipCalls, SubnetTransformerLayer
 from megatron_tlt.subnet.schedule import Schedule
 from megatron_tlt.subnet.spec import est_layer_spec
 from megatron_tlt.subnet.stats import RunStats, StepOutcome
+from megatron_tlt.subnet.te_modules import est_te_layer_spec
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,7 @@ class EstSubnets:
     """Sets the plan of every step on this rank's layers, and keeps the numbers of the run."""
 
     layer_spec = staticmethod(est_layer_spec)
+    te_layer_spec = staticmethod(est_te_layer_spec)
     """What the model is built of."""
 
     def __init__(self, schedule: Schedule, parallel: Parallel) -> None:
@@ -87,6 +90,10 @@ class EstSubnets:
             if optimizer is None:
                 raise ValueError("est.idle_params=frozen needs the optimizer: attach(chunks, optimizer)")
             self._freezer = IdleFreezer(list(_owned_parameters(optimizer)))
+
+    def micro_batch_size(self, iteration: int, *, default: int) -> int:
+        """Samples per forward pass of one rank in step `iteration`."""
+        return micro_batch_size(self.schedule, self.schedule.stage_index(iteration), default=default)
 
     def begin_step(self, iteration: int) -> Plan:
         """Run the subnet of step `iteration` from now on. Every `digest_interval` steps all ranks check that

@@ -12,6 +12,7 @@ from megatron_tlt.models.precision import PrecisionConfig
 from megatron_tlt.parallel import ParallelConfig
 from megatron_tlt.subnet.alignment import check_slices
 from megatron_tlt.subnet.config import EstConfig
+from megatron_tlt.subnet.micro_batch import check_micro_batches
 from megatron_tlt.subnet.schedule import Schedule, build_schedule
 from megatron_tlt.subnet.shape import ModelShape
 from megatron_tlt.train.batch_size import BatchSchedule, build_batch_schedule
@@ -175,6 +176,14 @@ class PretrainConfig:
             tensor=tensor,
             pipeline=self.parallel.pipeline_model_parallel_size,
             virtual=self.parallel.num_model_chunks,
+        )
+        interleaved = self.parallel.num_model_chunks > 1
+        check_micro_batches(
+            schedule,
+            default=self.training.micro_batch_size,
+            global_batch_sizes=self.batch_schedule(world_size).sizes(),
+            data_parallel_size=self.parallel.data_parallel_size(world_size),
+            multiple=self.parallel.pipeline_model_parallel_size if interleaved else 1,
         )
         if self.precision.fp8 is not None:
             self.precision.check_subnets()

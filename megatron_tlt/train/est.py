@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from megatron_tlt.models.backend import local_layer_spec
+from megatron_tlt.models.te import te_layer_spec
 from megatron_tlt.parallel import Parallel
 from megatron_tlt.subnet.controller import EstSubnets
 from megatron_tlt.subnet.stats import StepOutcome
@@ -17,12 +18,16 @@ class NoSubnets:
     """`est.schedule: dense`: the plain decoder layer, the whole model in every step, nothing to log."""
 
     layer_spec = staticmethod(local_layer_spec)
+    te_layer_spec = staticmethod(te_layer_spec)
 
     def __init__(self, flops_per_token: float) -> None:
         self.flops_per_token = flops_per_token
 
     def attach(self, chunks: list[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
         """The model has nothing that could be switched."""
+
+    def micro_batch_size(self, iteration: int, *, default: int) -> int:
+        return default
 
     def begin_step(self, iteration: int) -> None:
         """Every step is like the last one."""

@@ -81,20 +81,23 @@ def activation_bytes(
     micro_batch_size: int,
     bf16: bool,
     padded_vocab_size: int,
+    kept: tuple[float, float, float] = (1.0, 1.0, 1.0),
 ) -> int:
     """Rough activation memory of the first stage, plus the logits of the last, per rank.
 
     Counted per token of a layer: two norms' inputs and outputs and two residuals (6 h), q, k, v twice
     (before and after the rotary embedding), the attention output, and the MLP's inner activations; no
     s x s scores, as attention is fused. In flight: one micro-batch a stage (1F1B), or Megatron's
-    pp + (pp - 1) / vp for the interleaved schedule.
+    pp + (pp - 1) / vp for the interleaved schedule. A subnet keeps the fractions `kept` of layers, query
+    heads and neurons.
     """
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     h, d, f = model.hidden_size, model.kv_channels, model.ffn_hidden_size
     n, g = model.num_attention_heads, model.num_query_groups
     outer = 6 * h // (tp if parallel.sequence_parallel else 1)
-    inner = (2 * (n + 2 * g) * d + n * d + (3 if model.swiglu else 2) * f) // tp
-    layers = model.num_layers / pp
+    n, f = n * kept[1], f * kept[2]
+    inner = (2 * (n + 2 * g) * d + n * d + (3 if model.swiglu else 2) * f) / tp
+    layers = model.num_layers * kept[0] / pp
     per_token = layers * (outer + inner)
     if model.recompute_granularity == "full":
         per_token = layers * h + outer + inner

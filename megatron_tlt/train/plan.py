@@ -1,7 +1,11 @@
 """What `--dry_run` prints: layout, parameters, memory and FLOPs, before anything is built."""
 
+from statistics import fmean
+
 from megatron_tlt import device
 from megatron_tlt.subnet.flops import describe_stages
+from megatron_tlt.subnet.micro_batch import micro_batch_size
+from megatron_tlt.subnet.schedule import Schedule
 from megatron_tlt.train.config import PretrainConfig
 from megatron_tlt.train.estimate import (
     activation_bytes,
@@ -43,11 +47,35 @@ def _subnet_lines(config: PretrainConfig, vocab_size: int, world_size: int) -> l
     """The stages; rates and layouts that cannot be have been refused before (`PretrainConfig.check`)."""
     if config.est.is_dense:
         return []
-    return describe_stages(
-        config.subnet_schedule(world_size, vocab_size=vocab_size),
+    schedule = config.subnet_schedule(world_size, vocab_size=vocab_size)
+    lines = describe_stages(
+        schedule,
         tensor=config.parallel.tensor_model_parallel_size,
         tokens_after=config.tokens_after(world_size),
     )
+    if config.est.micro_batch_per_stage:
+        lines += _micro_batch_lines(config, schedule)
+    return lines
+
+
+def _micro_batch_lines(config: PretrainConfig, schedule: Schedule) -> list[str]:
+    """Of the stages whose micro-batch is given, and of the next one, to compare with."""
+    lines = []
+    shown = schedule.stages[: len(config.est.micro_batch_per_stage) + 1]
+    for number, stage in enumerate(shown):
+        size = micro_batch_size(schedule, number, default=config.training.micro_batch_size)
+        activations = activation_bytes(
+            config.model,
+            config.parallel,
+            micro_batch_size=size,
+            bf16=config.training.bf16,
+            padded_vocab_size=schedule.shape.padded_vocab_size,
+            kept=(float(stage.layers), fmean(stage.heads), fmean(stage.mlp)),
+        )
+        lines.append(
+            f" stage {number}: micro-batches of {size}, about {activations / _GIB:.2f} GiB of activations"
+        )
+    return lines
 
 
 def _memory_lines(config: PretrainConfig, padded_vocab_size: int, data_parallel: int) -> list[str]:

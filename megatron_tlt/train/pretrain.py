@@ -15,7 +15,7 @@ from megatron_tlt.train.optimizer import gathered_parameters
 from megatron_tlt.train.profiling import StepProfiler, memory_snapshot_on_oom
 from megatron_tlt.train.run_log import RunLogger
 from megatron_tlt.train.setup import PretrainRun
-from megatron_tlt.train.step import Batch, StepResult, evaluate, train_step
+from megatron_tlt.train.step import Batch, StepResult, evaluate, joined, train_step
 from megatron_tlt.train.stop import StopRequests
 from megatron_tlt.train.watchdog import Watchdog
 
@@ -89,13 +89,14 @@ def _loop(
 
 def _take(run: PretrainRun, batches: Iterator[Batch], samples: int) -> list[Batch]:
     """The micro-batches of one step, on this rank's device."""
-    num = samples // (run.config.training.micro_batch_size * run.parallel.dp_size)
+    loaded = run.config.training.micro_batch_size
+    num = samples // (loaded * run.parallel.dp_size)
     taken = [next(batches) for _ in range(num)]
     run.guards.data(run.state.iteration, taken)
-    target = device.device()
+    size, target = run.subnets.micro_batch_size(run.state.iteration, default=loaded), device.device()
     return [
         {name: tensor.to(target, non_blocking=True) for name, tensor in batch.items()}
-        for batch in taken
+        for batch in joined(taken, size // loaded)
     ]
 
 

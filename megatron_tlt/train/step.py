@@ -50,6 +50,15 @@ def loss_of_batch(loss_mask: torch.Tensor, losses: torch.Tensor):
     return total, tokens, torch.stack((total.detach().clone(), tokens.to(total.dtype)))
 
 
+def joined(batches: list[Batch], count: int) -> list[Batch]:
+    """Each `count` micro-batches `[b, s]` in a row made one of `[count b, s]`."""
+    if count == 1:
+        return batches
+    assert len(batches) % count == 0, (len(batches), count)
+    groups = [batches[i : i + count] for i in range(0, len(batches), count)]
+    return [{name: torch.cat([part[name] for part in group]) for name in group[0]} for group in groups]
+
+
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module):
     """Megatron's forward step: next micro-batch through the model chunk."""
     batch = next(batches)
