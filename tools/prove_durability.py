@@ -160,7 +160,8 @@ class Campaign:
         """SIGTERM must end in order, unless it comes before its handler; of a kill anything may come."""
         in_order = ([0, 0], [EXIT_SAVED, EXIT_SAVED])
         if sent is None and codes != [0, 0]:
-            self.tally.failures.append(f"{log}: exit codes {codes} although nothing was done to it")
+            tail = log.read_text(errors="replace")[-1500:]
+            self.tally.failures.append(f"{log}: exit codes {codes} although untouched:\n{tail}")
         early = -signal.SIGTERM in codes
         if sent == signal.SIGTERM and codes not in in_order and not early:
             self.tally.failures.append(f"{log}: exit codes {codes} after SIGTERM")
