@@ -205,10 +205,15 @@ _DEFAULTS: dict[str, object] = dict(
 
 
 def transformer_config(
-    model: ModelConfig, parallel: ParallelConfig, *, params_dtype: torch.dtype
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    params_dtype: torch.dtype,
+    precision: PrecisionConfig = PrecisionConfig(),
 ) -> TransformerConfig:
     """megatron-core's configuration of this model. Fusions that need CUDA or a compiler are off."""
     return TransformerConfig(
+        **precision.megatron_fields(),
         **_shape_fields(model),
         **_parallel_fields(parallel),
         recompute_granularity=model.recompute_granularity,
@@ -292,7 +297,7 @@ def build_chunks(
     vocab_size: int,
     params_dtype: torch.dtype = torch.float32,
     layer_spec: Callable[..., ModuleSpec] = local_layer_spec,
-    precision: PrecisionConfig | None = None,
+    precision: PrecisionConfig = PrecisionConfig(),
 ) -> list[GPT]:
     """This rank's part of the model: one GPT per virtual pipeline stage, with undrawn weights.
 
@@ -301,8 +306,9 @@ def build_chunks(
     Raises ValueError for a bad layout.
     """
     model.check_layout(parallel.config)
-    precision = precision or PrecisionConfig()
-    config = transformer_config(model, parallel.config, params_dtype=params_dtype)
+    config = transformer_config(
+        model, parallel.config, params_dtype=params_dtype, precision=precision
+    )
     virtual = parallel.config.num_model_chunks
     padded = model.padded_vocab_size(vocab_size, parallel.config.tensor_model_parallel_size)
     chunks = []
@@ -310,9 +316,7 @@ def build_chunks(
         vp_stage = stage if virtual > 1 else None
         first = get_transformer_layer_offset(config, vp_stage, parallel.pp_rank)
         count = get_num_layers_to_build(config, vp_stage, parallel.pp_rank)
-        recipes = [
-            precision.layer_recipe(first + n, model.num_layers) for n in range(count)
-        ]
+        recipes = [precision.layer_recipe(first + n, model.num_layers) for n in range(count)]
         chunks.append(
             GPT(
                 true_vocab_size=vocab_size,

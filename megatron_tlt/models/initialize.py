@@ -16,10 +16,16 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Transformer Engine's names of the norms that it fuses into the linears after them, and ours."""
 
 
 def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name, parameter) with layer numbers counted over the whole model, from 0.
+    """(name, parameter) with layer numbers counted over the whole model, from 0; the same names for both
+    back-ends.
 
     The tied copy of the embedding on the last pipeline stage goes under the embedding's name.
     """
@@ -29,10 +35,16 @@ def global_parameters(chunk: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
         found = _LAYER.match(name)
         if found:
             number = layers[int(found.group(1))].layer_number - 1
-            name = f"decoder.layers.{number}.{name[found.end() :]}"
+            name = f"decoder.layers.{number}.{_unfused(name[found.end() :])}"
         if tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         yield name, param
+
+
+def _unfused(name: str) -> str:
+    for fused, own in _FUSED_NORMS.items():
+        name = name.replace(fused, own)
+    return name
 
 
 def initialize_parameters(chunks: list[GPTModel], *, seed: int, vocab_size: int) -> None:

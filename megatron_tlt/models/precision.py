@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from megatron_tlt.models import te
 from megatron_tlt.ops.fp8_recipe import Format, Recipe, RecipeName
 
 
@@ -18,7 +19,7 @@ class HasLayerShape(Protocol):
     seq_length: int
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, frozen=True)
 class PrecisionConfig:
     """FP8 of the decoder's linear layers (Megatron's spelling). Embedding, attention scores, norms, output
     head and all weights stay in bf16 or fp32."""
@@ -89,6 +90,24 @@ class PrecisionConfig:
             amax_compute_algo=self.fp8_amax_compute_algo,
         )
 
+    @property
+    def uses_transformer_engine(self) -> bool:
+        """Whose layers run, the default resolved by what this machine has."""
+        if self.transformer_impl is None:
+            return te.is_available()
+        return self.transformer_impl == "transformer_engine"
+
+    def megatron_fields(self) -> dict[str, object]:
+        """FP8 as megatron-core's configuration has it, by which it runs Transformer Engine's layers; empty for
+        ours, whose spec carries the recipe."""
+        if self.fp8 is None or not self.uses_transformer_engine:
+            return {}
+        same = (
+            "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo",
+            "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in same} | {"fp8_param": self.fp8_param_gather}
+
     def layer_recipe(self, layer: int, num_layers: int) -> Recipe | None:
         """The recipe of `layer`, counted from 0 over the whole model; None: it runs without FP8."""
         start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
@@ -112,8 +131,15 @@ class PrecisionConfig:
 
         All providers are held to the same rule, so what runs on a CPU runs on a GPU.
         """
+        if self.transformer_impl == "transformer_engine":
+            te.check_installed()
         if self.recipe is None:
             return
+        if self.fp8_param_gather and not self.uses_transformer_engine:
+            raise ValueError(
+                "precision.fp8_param_gather=true needs precision.transformer_impl=transformer_engine: our "
+                "layers keep their weights in bf16 or fp32"
+            )
         ends = self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16
         if self.first_last_layers_bf16 and ends >= model.num_layers:
             raise ValueError(

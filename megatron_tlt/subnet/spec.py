@@ -23,18 +23,23 @@ def est_layer_spec(*, qk_layernorm: bool = False, fp8: Recipe | None = None) -> 
             for module in (Fp8SubnetColumnParallelLinear, Fp8SubnetRowParallelLinear)
         )
     base = local_layer_spec(qk_layernorm=qk_layernorm)
-    layer = base.submodules
+    return with_linears(base, layer=SubnetTransformerLayer, column=column, row=row)
+
+
+def with_linears(
+    base: ModuleSpec, *, layer: type, column: type | ModuleSpec, row: type | ModuleSpec
+) -> ModuleSpec:
+    """The layer spec `base` with another layer class and other linears."""
+    parts = base.submodules
     attention = replace(
-        layer.self_attention,
+        parts.self_attention,
         submodules=replace(
-            layer.self_attention.submodules, linear_qkv=column, linear_proj=row
+            parts.self_attention.submodules, linear_qkv=column, linear_proj=row
         ),
     )
     mlp = replace(
-        layer.mlp, submodules=replace(layer.mlp.submodules, linear_fc1=column, linear_fc2=row)
+        parts.mlp, submodules=replace(parts.mlp.submodules, linear_fc1=column, linear_fc2=row)
     )
     return replace(
-        base,
-        module=SubnetTransformerLayer,
-        submodules=replace(layer, self_attention=attention, mlp=mlp),
+        base, module=layer, submodules=replace(parts, self_attention=attention, mlp=mlp)
     )

@@ -127,6 +127,7 @@ def wrap_data_parallel(
         overlap_param_gather=config.overlap_param_gather,
         use_distributed_optimizer=config.use_distributed_optimizer,
         bucket_size=config.ddp_bucket_size,
+        fp8_param_gather=bool(mcore_config.fp8_param),
     )
     if mcore_config.bf16:
         chunks = [Float16Module(mcore_config, chunk) for chunk in chunks]

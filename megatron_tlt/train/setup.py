@@ -1,6 +1,7 @@
 """A pretraining run put together: model, optimizer, data, and what a checkpoint restores of them."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from megatron_tlt import device
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,7 +78,7 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
         parallel,
         vocab_size=tokenizer.vocab_size,
         params_dtype=config.training.params_dtype,
-        layer_spec=subnets.layer_spec,
+        layer_spec=_layer_spec(config, subnets),
         precision=config.precision,
     )
     initialize_parameters(model, seed=config.training.seed, vocab_size=tokenizer.vocab_size)
@@ -112,6 +114,11 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
     if checkpoint is not None:
         _restore(run, checkpoint, saved)
     return run
+
+
+def _layer_spec(config: PretrainConfig, subnets: Subnets) -> Callable[..., ModuleSpec]:
+    te = config.precision.uses_transformer_engine
+    return subnets.te_layer_spec if te else subnets.layer_spec
 
 
 def _build_data(

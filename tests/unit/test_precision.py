@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_tlt.models.gpt import ModelConfig
+from megatron_tlt.models import te
 from megatron_tlt.models.precision import PrecisionConfig
 from megatron_tlt.subnet.alignment import check_slices
 from megatron_tlt.subnet.config import EstConfig
@@ -103,6 +104,39 @@ def test_a_run_checks_layout_and_subnets_before_it_begins(tmp_path):
     with pytest.raises(ValueError, match="model.hidden_size = 64"):
         run_config(tmp_path, precision={"fp8": "e4m3", "fp8_recipe": "blockwise"}).check(1)
     stored = {"fp8": "hybrid", "fp8_param_gather": True}
+    with pytest.raises(ValueError, match="fp8_param_gather=true needs .*transformer_engine"):
+        run_config(tmp_path, precision=stored).check(1)
     with pytest.raises(ValueError, match="fp8_param_gather=true does not go with est.schedule"):
-        run_config(tmp_path, precision=stored, est={"schedule": "practical"}).check(1)
+        run_config(tmp_path, precision=stored, est={"schedule": "practical"}).subnet_schedule(
+            1, vocab_size=128
+        )
     run_config(tmp_path, precision={"fp8": "hybrid"}, est={"schedule": "practical"}).check(1)
+
+
+@pytest.mark.skipif(te.HAVE_TE, reason="Transformer Engine is installed")
+def test_transformer_engine_that_is_not_there_is_refused_at_the_start(tmp_path):
+    precision = {"transformer_impl": "transformer_engine"}
+    assert not PrecisionConfig().uses_transformer_engine
+    with pytest.raises(ValueError, match="needs Transformer Engine: pip install -r requirements-gpu"):
+        run_config(tmp_path, precision=precision).check(1)
+    with pytest.raises(ValueError, match="needs Transformer Engine"):
+        te.te_layer_spec()
+
+
+def test_only_transformer_engine_is_told_through_megatrons_configuration():
+    assert PrecisionConfig(fp8="hybrid", transformer_impl="local").megatron_fields() == {}
+    fields = PrecisionConfig(fp8="hybrid", transformer_impl="transformer_engine").megatron_fields()
+    assert fields["fp8"] == "hybrid" and fields["fp8_recipe"] == "delayed"
+    assert fields["fp8_param"] is False
+
+
+class _LinearOfAnotherRelease:
+    def forward(self, x):
+        return x @ self.weight.t()
+
+
+def test_a_release_that_reads_its_weights_otherwise_is_found_out(monkeypatch):
+    monkeypatch.setattr(_LinearOfAnotherRelease, "__module__", "transformer_engine.pytorch")
+    monkeypatch.setattr(te.importlib.metadata, "version", lambda name: "9.9.9")
+    with pytest.raises(RuntimeError, match="Transformer Engine 9.9.9: .* does not call"):
+        te.check_weight_source(_LinearOfAnotherRelease)
