@@ -11,6 +11,8 @@ import torch
 
 from megatron_tlt.types import Rollout
 
+_HASH_BASE = 0x9E3779B97F4A7C15  # odd, so powers never vanish
+
 
 def length_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
     """`rollout/response_len/{mean,median,max,min,p90,p99}`, `tail_ratio` (max over median) and
@@ -123,11 +125,16 @@ def check_mismatch(metrics: dict[str, float], *, threshold: float) -> None:
 
 
 def repetition_fraction(tokens: Sequence[int], *, size: int = 16) -> float:
-    """Share of `size`-token windows that occurred earlier in the same response."""
+    """Share of `size`-token windows that occurred earlier in the same response.
+
+    Windows are told apart by a 64-bit polynomial hash.
+    """
     count = len(tokens) - size + 1
     if count <= 0:
         return 0.0
-    return 1.0 - len({tuple(tokens[i : i + size]) for i in range(count)}) / count
+    powers = torch.tensor([pow(_HASH_BASE, i, 2**63) for i in range(size)])
+    hashes = (torch.tensor(tokens).unfold(0, size, 1) * powers).sum(-1)  # [count], wraps around
+    return 1.0 - hashes.unique().numel() / count
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -139,3 +139,4 @@ def test_repetition_is_the_share_of_windows_seen_before():
     assert repetition_fraction([1, 2, 3, 4], size=2) == 0.0
     assert repetition_fraction([1, 2, 1, 2, 1, 2], size=2) == pytest.approx(3 / 5)
     assert repetition_fraction([1], size=2) == 0.0
+    assert repetition_fraction([5] * 100) == pytest.approx(1 - 1 / 85)
