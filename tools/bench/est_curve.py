@@ -23,6 +23,7 @@ from megatron_tlt.data.pretrain import DataConfig
 from megatron_tlt.data.sampler import collate
 from megatron_tlt.data.tokenizer import TokenizerConfig
 from megatron_tlt.models.gpt import ModelConfig
+from megatron_tlt.models.precision import PrecisionConfig
 from megatron_tlt.parallel import Parallel, ParallelConfig, init_parallel
 from megatron_tlt.subnet.config import EstConfig
 from megatron_tlt.subnet.stats import StepOutcome
@@ -32,10 +33,8 @@ from megatron_tlt.train.estimate import count_parameters
 from megatron_tlt.train.optimizer import OptimizerConfig
 from megatron_tlt.train.pretrain import evaluate_run
 from megatron_tlt.train.profiling import ProfilingConfig
-from megatron_tlt.train.profiling import ProfilingConfig
 from megatron_tlt.train.setup import PretrainRun, build_run
 from megatron_tlt.train.step import train_step
-from megatron_tlt.train.watchdog import TimeoutConfig
 from megatron_tlt.train.watchdog import TimeoutConfig
 from tools.bench.common import RESULTS, command_line, write_result
 from tools.bench.est_data import books_tokenizer, prepare_books, train_prefix, valid_prefix
@@ -105,6 +104,7 @@ def config_of(cell: Cell, options: argparse.Namespace) -> PretrainConfig:
             eval_iters=options.eval_iters,
         ),
         est=EstConfig(**cell.est),
+        precision=PrecisionConfig(),
         optimizer=OptimizerConfig(lr=cell.lr, lr_warmup_iters=min(100, cell.steps // 10)),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
