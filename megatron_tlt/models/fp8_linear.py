@@ -19,6 +19,10 @@ import torch
 import torch.distributed as dist
 
 
+DELAYED_STATE = (".fp8.scale", ".fp8.amax_history")
+"""How the names of delayed scaling's state end in a checkpoint."""
+
+
 class Fp8Quantizer(torch.nn.Module):
     """Quantises the tensors of one layer; for delayed scaling it keeps their scales and amax."""
 
@@ -41,6 +45,11 @@ class Fp8Quantizer(torch.nn.Module):
             torch.maximum(largest, amax_of(x), out=largest)
         scale = self.scale[tensor]
         return self.recipe.quantize(x, tensor, columnwise=columnwise, scale=scale)
+
+    def _load_from_state_dict(self, state_dict, prefix: str, *args: object) -> None:
+        """What the checkpoint does not have stays as it is."""
+        own = {prefix + name: buffer for name, buffer in self._buffers.items()}
+        super()._load_from_state_dict(own | state_dict, prefix, *args)
 
     def _apply(self, fn, recurse: bool = True) -> "Fp8Quantizer":
         """To another device, but never to another dtype: scales stay float32 in a bf16 model."""

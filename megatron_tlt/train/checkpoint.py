@@ -4,10 +4,12 @@ What one is made of is in `train/checkpoint_format.py`, how it is written in `tr
 chosen and verified in `train/resume.py`.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_tlt.mcore_reader import check_backend, read_index
+from megatron_tlt.models.fp8_linear import DELAYED_STATE
 from megatron_tlt.train.checkpoint_format import (
     STATE_FILE,
     TRACKER,
@@ -25,6 +27,7 @@ from megatron_tlt.train.optimizer_state import load_optimizer_state, requested_o
 from megatron_tlt.train.resume import find_checkpoint
 from megatron_tlt.train.save import CheckpointSaver, save_checkpoint
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -57,7 +60,7 @@ def load_checkpoint(
         if state.optimizer_step == 0 and state.iteration > 0:
             raise ValueError(f"{folder} holds no optimizer state: use checkpoint.no_load_optim=true")
         sharded["optimizer"] = requested_optimizer_state(optimizer, params)
-    wanted = kept_tensors(sharded, keep)
+    wanted = _without_new_scales(folder, kept_tensors(sharded, keep))
     _check_present(folder, wanted)
     loaded = dist_checkpointing.load(wanted, str(folder))
     for number, chunk in enumerate(chunks):
@@ -66,6 +69,30 @@ def load_checkpoint(
         moments = loaded.get("optimizer", {})
         load_optimizer_state(optimizer, params, moments, step=state.optimizer_step)
     return state
+
+
+def _without_new_scales(folder: Path, wanted: dict[str, dict]) -> dict[str, dict]:
+    """Without the state of delayed scaling that the checkpoint lacks, or has for another window: a run may go
+    on in FP8, or with another window, and those layers begin with fresh scales or an empty history."""
+    stored = read_index(folder).state_dict_metadata
+    fresh = {
+        tensor.key
+        for part in wanted.values()
+        for tensor in part.values()
+        if tensor.key.endswith(DELAYED_STATE)
+        and (tensor.key not in stored or tuple(stored[tensor.key].size) != tensor.global_shape)
+    }
+    if fresh and dist.get_rank() == 0:
+        print(
+            f" warning: {folder} lacks {len(fresh)} tensors of FP8 scaling state, e.g. {min(fresh)}: they "
+            "begin afresh",
+            file=sys.stderr,
+            flush=True,
+        )
+    return {
+        name: {key: tensor for key, tensor in part.items() if tensor.key not in fresh}
+        for name, part in wanted.items()
+    }
 
 
 def _check_present(folder: Path, sharded: dict[str, dict]) -> None:

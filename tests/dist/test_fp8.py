@@ -217,6 +217,26 @@ def test_scales_load_under_another_layout(tmp_path):
     assert first + second == alone
 
 
+def saved(sections: dict, folder: str) -> None:
+    run = Run(sections)
+    for number in range(2):
+        run.step(number)
+    groups = run.parallel.groups
+    save_checkpoint(folder, TrainState(iteration=2), run.bare, None, groups=groups)
+
+
+def test_a_run_may_change_its_precision_or_window_when_it_resumes(tmp_path, capfd):
+    plain, delayed = str(tmp_path / "plain"), str(tmp_path / "delayed")
+    saved({"precision": {}}, plain)
+    assert all(scale == [1.0] * 3 for scale in loaded_scales({"precision": DELAYED}, plain))
+    assert "lacks 8 tensors of FP8 scaling state" in capfd.readouterr().err
+    saved({"precision": DELAYED}, delayed)
+    assert loaded_scales({"precision": {}}, delayed) == []
+    scales = loaded_scales({"precision": DELAYED | {"fp8_amax_history_len": 2}}, delayed)
+    assert scales == loaded_scales({"precision": DELAYED}, delayed)
+    assert "lacks 4 tensors of FP8 scaling state" in capfd.readouterr().err
+
+
 def test_growth_brings_no_jump_of_loss_or_scales():
     """Beside the same subnets without FP8; a scale moves by the change of what it measures, at most the 1 / p
     of the gradients, and with a window of 4 steps it moves late."""
