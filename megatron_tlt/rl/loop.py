@@ -42,10 +42,12 @@ def train(run: RlRun) -> TrainState:
             began = time.perf_counter()
             collected = generate(run)
             metrics = rollout_metrics(collected)
-            if not run.config.debug_rollout_only:
+            trains = not run.config.debug_rollout_only
+            if trains:
                 metrics |= update(run, collected.samples)
             advance(run, collected.samples)
-            publish(run)
+            if trains:
+                publish(run)
             logger.step(metrics | timing(run, collected.samples, time.perf_counter() - began))
             last = state.iteration == training.train_iters
             if last or _is_multiple(state.iteration, run.config.evaluation.interval):

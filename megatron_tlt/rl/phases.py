@@ -20,7 +20,7 @@ _AFTER: dict[Phase | None, set[Phase]] = {
     "publish": {"evaluate", "generate", "save", "reward"},
     "evaluate": {"generate", "save", "evaluate", "reward"},
     "generate": {"reward"},
-    "reward": {"log_probs", "generate", "reward"},
+    "reward": {"log_probs", "generate", "reward", "evaluate"},
     "log_probs": {"update"},
     "update": {"publish", "save", "reward"},
     "save": {"generate", "evaluate", "reward"},

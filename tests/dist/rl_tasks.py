@@ -1,4 +1,4 @@
-"""RL runs as tasks for gloo workers: a model of 200k parameters, prompts of numbers, every result returned."""
+"""RL runs as tasks for gloo workers: a model of 200k parameters, prompts of numbers, results returned."""
 
 import json
 import random
@@ -18,6 +18,7 @@ from megatron_tlt.rl.config import EvaluationConfig, RlConfig, RlTrainingConfig,
 from megatron_tlt.rl.dump import Sample, read_dump, write_dump
 from megatron_tlt.rl.loop import train
 from megatron_tlt.rl.setup import RlRun, build_run
+from megatron_tlt.rl.weight_sync import WeightSyncError
 from megatron_tlt.sft import SftConfig
 from megatron_tlt.train.checkpoint import CheckpointConfig
 from megatron_tlt.train.config import LoggingConfig
@@ -180,3 +181,46 @@ def run_sft(root: Path, folder: Path, layout: dict, training: dict) -> int:
     state = sft.restored_state(config, inputs, trainer, policy)
     assert sft.run(config, trainer, policy, state, parallel)
     return state.iteration
+
+
+def train_with_stale_engine(root: Path, sections: dict) -> None:
+    """The engine keeps the first weights, whatever is published."""
+    run = start(root, ONE, **sections)
+    load = run.engine.update_weights
+
+    def keep_first(which, tensors, *, version: int) -> None:
+        if version == 0:
+            load(which, tensors, version=version)
+        for _ in tensors:
+            pass
+
+    run.engine.update_weights = keep_first
+    train(run)
+
+
+def publish_differently(root: Path) -> str:
+    """Rank 1's weights are another's, as after a lost update; what publishing says."""
+    root = Path(root) / str(torch.distributed.is_initialized() and torch.distributed.get_rank())
+    root.mkdir()
+    write_prompts(root / "prompts.jsonl")
+    run = start(root, ONE, RolloutConfig={"check_weight_update": True, "rollout_batch_size": 4})
+    with torch.no_grad():
+        next(run.policy.model[0].parameters()).add_(1e-3 * run.parallel.rank)
+    try:
+        run.publisher.publish(run.engine, version=5)
+    except WeightSyncError as error:
+        return str(error)
+    finally:
+        run.close()
+    return ""
+
+
+def train_without_encoder(root: Path) -> None:
+    """Two steps in which asking the tokenizer to encode is an error."""
+    run = start(root, ONE)
+
+    def encode(*_: object, **__: object) -> list[int]:
+        raise AssertionError("text was encoded")
+
+    run.tokenizer.tokenize = encode
+    train(run)

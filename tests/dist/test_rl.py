@@ -2,16 +2,20 @@
 
 import pytest
 
-from megatron_tlt.rl.dump import read_dump
+from megatron_tlt.rl.dump import read_dump, write_dump
+from megatron_tlt.rl.metrics import MismatchError
 from tests.dist.rl_tasks import (
     ONE,
     PP2,
     SP2,
     TP2,
     VPP2,
+    publish_differently,
     read_metrics,
     run_loop,
     run_until_killed,
+    train_with_stale_engine,
+    train_without_encoder,
     write_fixed_dump,
     write_prompts,
 )
@@ -153,3 +157,76 @@ def test_killed_in_any_phase_the_same_command_goes_on_identically(uninterrupted,
         seen += sorted({s.rollout.prompt_id for s in ours})
     assert sorted(seen[:12]) == list(range(12)), "each prompt once in the first epoch"
     assert largest_weight_difference(whole["weights"], result["weights"]) == 0.0
+
+
+def test_what_rollout_only_writes_train_only_trains_on_as_the_whole_run_does(tmp_path):
+    sections = {"RlTrainingConfig": {"train_iters": 1, "max_tokens_per_gpu": 64}}
+    for name in ("whole", "halves"):
+        (tmp_path / name).mkdir()
+        write_prompts(tmp_path / name / "prompts.jsonl")
+    whole = run_loop(tmp_path / "whole", ONE, sections)
+    dump = str(tmp_path / "dump")
+    generate = {"debug_rollout_only": True, "save_debug_rollout_data": dump}
+    untouched = run_loop(tmp_path / "halves", ONE, sections | generate)
+    assert largest_weight_difference(whole["weights"], untouched["weights"]) > 1e-4
+    replay = {"debug_train_only": True, "load_debug_rollout_data": dump}
+    halves = run_loop(tmp_path / "halves", ONE, sections | replay)
+    assert largest_weight_difference(whole["weights"], halves["weights"]) == 0.0
+    assert read_metrics(tmp_path / "halves")[-1]["perf/rollout_time"] == 0.0
+
+
+@pytest.mark.parametrize("rollout", [{"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 5}])
+def test_log_probs_of_engine_and_trainer_agree_at_any_temperature_and_truncation(tmp_path, rollout):
+    """Both are those of the full distribution at the temperature: nothing is renormalised after top-p."""
+    (tmp_path / "run").mkdir()
+    write_prompts(tmp_path / "run" / "prompts.jsonl")
+    sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "max_response_len": 16}
+    run_loop(
+        tmp_path / "run", ONE,
+        {"RolloutConfig": sizes | rollout, "AlgorithmConfig": {"max_logprob_diff": 1e-4}},
+    )  # fmt: skip
+    for metrics in read_metrics(tmp_path / "run"):
+        assert metrics["train/train_rollout_logprob_abs_diff_max"] < 1e-4
+
+
+def test_a_stale_engine_ends_the_run_before_the_update(tmp_path):
+    (tmp_path / "run").mkdir()
+    write_prompts(tmp_path / "run" / "prompts.jsonl")
+    sections = {"AlgorithmConfig": {"max_logprob_diff": 1e-3}}
+    with pytest.raises(MismatchError, match="stale weights"):
+        train_with_stale_engine(tmp_path / "run", sections)
+
+
+def test_a_replica_without_samples_takes_part_and_changes_nothing(tmp_path):
+    """One response on two replicas: the other runs forward and backward over padding, nobody waits."""
+    results = []
+    for name, world_size in (("one", 1), ("two", 2)):
+        root = tmp_path / name
+        root.mkdir()
+        write_prompts(root / "prompts.jsonl")
+        sample = write_fixed_dump(root / "dump")[0]
+        write_dump(root / "dump", 1, [sample])
+        sections = {
+            "RolloutConfig": {"rollout_batch_size": 1, "n_samples_per_prompt": 1},
+            "AlgorithmConfig": {
+                "algorithm": "reinforce_plus_plus", "normalize_advantages": False, "kl_coef": 0.0,
+            },
+            "RlTrainingConfig": {"train_iters": 1, "max_tokens_per_gpu": 64},
+            "debug_train_only": True,
+            "load_debug_rollout_data": str(root / "dump"),
+        }  # fmt: skip
+        results.append(run_distributed(run_loop, world_size, root, ONE, sections)[0]["weights"])
+        assert read_metrics(root)[0]["train/grad_norm"] > 0.01
+    assert largest_weight_difference(*results) <= 1e-6
+
+
+def test_engines_with_different_weights_are_found_by_the_checksum_on_every_rank(tmp_path):
+    for message in run_distributed(publish_differently, 2, tmp_path):
+        assert "ranks [1]" in message and "version 5" in message
+
+
+def test_after_the_prompts_are_read_no_text_becomes_tokens(tmp_path):
+    """Token-in, token-out: decoding and encoding again may give other ids."""
+    (tmp_path / "run").mkdir()
+    write_prompts(tmp_path / "run" / "prompts.jsonl")
+    train_without_encoder(tmp_path / "run")
