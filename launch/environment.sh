@@ -18,7 +18,15 @@ if [ ! -e "$stamp" ]; then
     "${PYTHON_BASE:-python3}" -m venv "$VENV"
     # Torch first, by itself: where the CPU index is out of reach, PyPI's build of the same version is taken.
     "$VENV/bin/pip" install --quiet --retries 1 "${index[@]}" "$(grep '^torch==' requirements.txt)"
-    "$VENV/bin/pip" install --quiet -r "$requirements"
+    "$VENV/bin/pip" install --quiet -r requirements.txt
+    if [ "$requirements" = requirements-gpu.txt ]; then
+        echo "== compiling Transformer Engine's torch extension (about 25 minutes)"
+        nvidia=$("$VENV/bin/python" -c 'import nvidia; print(list(nvidia.__path__)[0])')
+        "$VENV/bin/pip" install --quiet setuptools wheel ninja pybind11
+        CPATH="$(printf '%s:' "$nvidia"/*/include)${CPATH:-}" \
+            LIBRARY_PATH="$(printf '%s:' "$nvidia"/*/lib)${LIBRARY_PATH:-}" NVTE_FRAMEWORK=pytorch \
+            "$VENV/bin/pip" install --quiet --no-build-isolation -r requirements-gpu.txt
+    fi
     touch "$stamp"
 fi
 PYTHON="$VENV/bin/python"
