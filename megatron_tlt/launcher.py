@@ -59,8 +59,8 @@ def _run(options) -> int:
     try:
         torchrun.run(options)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        print(f"error: rank {failure.rank} ended first: {failure.message}", file=sys.stderr, flush=True)
+        rank, failure = error.get_first_failure()
+        print(f"error: rank {rank} ended first: {failure.message}", file=sys.stderr, flush=True)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval

@@ -30,7 +30,7 @@ def why_not() -> str | None:
         return f"ip netns add: {done.stderr.strip()}"
     try:
         made = subprocess.run(
-            ["ip", "-n", name, "link", "add", "a", "type", "veth", "peer", "name", "b"],
+            ["ip", "-n", name, "link", "add", "name", "veth0", "type", "veth", "peer", "name", "veth1"],
             capture_output=True,
             text=True,
         )
@@ -106,15 +106,15 @@ class Cluster:
         hosts = "127.0.0.1 localhost\n" + "".join(f"{a} {n}\n" for n, a in addresses.items())
         for namespace in self._namespaces():
             _ip("netns", "add", namespace)
-        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        _ip("-n", self._switch, "link", "add", "name", "switch", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "switch", "up")
         for name in self.names:
             host = self._prefix + name
             (_HOSTS_FILES / host).mkdir(parents=True)
             (_HOSTS_FILES / host / "hosts").write_text(hosts)
-            _ip("-n", self._switch, "link", "add", name, "type", "veth", "peer", "name", "eth0",
+            _ip("-n", self._switch, "link", "add", "name", name, "type", "veth", "peer", "name", "eth0",
                 "netns", host)  # fmt: skip
-            _ip("-n", self._switch, "link", "set", name, "master", "bridge")
+            _ip("-n", self._switch, "link", "set", "dev", name, "master", "switch")
             _ip("-n", self._switch, "link", "set", name, "up")
             _ip("-n", host, "address", "add", f"{addresses[name]}/24", "dev", "eth0")
             for device in ("lo", "eth0"):

@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +35,7 @@ import torch
 from megatron.core.dist_checkpointing import load_plain_tensors
 
 _ITERATIONS = 24
-_SECONDS_PER_START = 90.0
+_SECONDS_PER_START = 300.0
 _RESUMED = re.compile(r"resuming from \S*iter_(\d+)")
 
 
@@ -137,8 +138,8 @@ class Campaign:
         expected = (whole_iterations(folder) or [0])[-1] if folder.exists() else 0
         ranks = self._ranks(folder, async_save, log)
         if damaged is not None:  # the fault comes after the search for a checkpoint
-            _wait_for(ranks, log, "is not resumed from")
-        sent = self._send_fault(ranks, folder) if fault else None
+            _wait(ranks, lambda: log.exists() and b"is not resumed from" in log.read_bytes())
+        sent = self._send_fault(ranks, folder, log) if fault else None
         codes = ranks.wait(_SECONDS_PER_START)
         text = log.read_text(errors="replace") if log.exists() else ""
         if codes is None:
@@ -166,18 +167,19 @@ class Campaign:
         if sent == signal.SIGTERM and codes not in in_order and not early:
             self.tally.failures.append(f"{log}: exit codes {codes} after SIGTERM")
 
-    def _send_fault(self, ranks: Ranks, folder: Path) -> signal.Signals | None:
-        """Kill one rank at a random moment, half of the time while a save is under way."""
-        chance, in_save = self._random, self._random.random() < 0.5
-        until = time.monotonic() + chance.uniform(0.0, 4.0)
-        while ranks.running() and time.monotonic() < until:
-            time.sleep(0.002)
-        until = time.monotonic() + 5.0
-        while in_save and ranks.running() and time.monotonic() < until:
-            if folder.exists() and any(folder.glob(".iter_*.partial")):
-                time.sleep(chance.uniform(0.0, 0.04))
-                break
-            time.sleep(0.0005)
+    def _send_fault(self, ranks: Ranks, folder: Path, log: Path) -> signal.Signals | None:
+        """Kill one rank at a random moment: while the ranks start, after some steps, or in a save."""
+        chance, moment = self._random, self._random.choice(["start", "step", "save", "save"])
+        if moment == "start":
+            _wait(ranks, lambda: False, seconds=chance.uniform(0.0, 2.0))
+        else:
+            steps = chance.randrange(1, 10)
+            _wait(ranks, lambda: log.exists() and log.read_bytes().count(b"] iteration ") >= steps)
+        if moment == "step":
+            time.sleep(chance.uniform(0.0, 0.1))
+        elif moment == "save":
+            _wait(ranks, lambda: any(folder.glob(".iter_*.partial")))
+            time.sleep(chance.uniform(0.0, 0.05))
         if not ranks.running():
             return None
         number = chance.choice([signal.SIGKILL, signal.SIGTERM])
@@ -212,9 +214,11 @@ class Campaign:
         return path
 
 
-def _wait_for(ranks: Ranks, log: Path, words: str) -> None:
-    while ranks.running() and not (log.exists() and words in log.read_text(errors="replace")):
-        time.sleep(0.01)
+def _wait(ranks: Ranks, until: Callable[[], bool], *, seconds: float = _SECONDS_PER_START) -> None:
+    """Return when `until` holds, a rank has ended or time is up."""
+    deadline = time.monotonic() + seconds
+    while ranks.running() and not until() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

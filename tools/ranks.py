@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["megatron_tlt.pretrain", "torch.utils.tensorboard", "tools.ranks"]
+# The latter two are imported late by torch: by an optimizer's constructor, and by the metrics' sink.
+_PRELOAD = ["megatron_tlt.pretrain", "tools.ranks", "torch._dynamo", "torch.utils.tensorboard"]
 _SECONDS_AFTER_FAILURE = 10.0
 
 
