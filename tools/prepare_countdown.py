@@ -26,6 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-eval", type=int, default=128, help="held-out prompts")
     parser.add_argument("--share-of-four", type=float, default=0.25, help="problems of 4 numbers, not 3")
     parser.add_argument("--max-number", type=int, default=9)
+    parser.add_argument("--max-value", type=int, default=99, help="of targets and results on the way")
     parser.add_argument("--max-trace-chars", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -37,6 +38,7 @@ def main() -> None:
     config = CountdownConfig(
         shares={k: v for k, v in {3: 1 - share, 4: share}.items() if v > 0},
         max_number=args.max_number,
+        max_value=args.max_value,
         max_trace_chars=args.max_trace_chars,
     )
     folder, seed = args.output_dir, args.seed

@@ -1,4 +1,9 @@
-"""RL: `torchrun --nproc_per_node N -m megatron_tlt.rl --config run.yaml [--key value]`."""
+"""RL: `torchrun --nproc_per_node N -m megatron_tlt.rl --config run.yaml [--key value]`.
+
+Exit codes: 0 done, 2 bad input, 3 a safeguard ended the run (each said in one line), 4 asked to end (SIGTERM,
+SIGUSR1 or training.exit_duration_in_mins) and saved: the same command continues, 1 asked to end without
+checkpoint.save.
+"""
 
 import os
 import sys
@@ -15,13 +20,16 @@ from megatron_tlt.rl.phases import MemoryBudgetError
 from megatron_tlt.rl.plan import describe_plan
 from megatron_tlt.rl.setup import build_run, find_policy, load_prompt_sets, longest_sequence
 from megatron_tlt.rl.trainer import NonFiniteUpdateError
+from megatron_tlt.train.stop import EXIT_SAVED, StopRequests
 
 EXIT_STOPPED = 3
+EXIT_UNSAVED = 1
 _STOPS = (VerifierError, MismatchError, NonFiniteUpdateError, MemoryBudgetError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 2 for bad input, 3 when a safeguard ended the run (each said in one line)."""
+    """Returns the exit code; see the module's description."""
+    stop = StopRequests()
     rank = int(os.environ.get("RANK", "0"))
     parser = build_parser(
         RlConfig,
@@ -50,10 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             world_size=world_size_from_env(),
         )
         print(plan, flush=True)
-    return 0 if flags.get("dry_run") else _train(config)
+    if flags.get("dry_run"):
+        return 0
+    with stop.listening():
+        return _train(config, stop)
 
 
-def _train(config: RlConfig) -> int:
+def _train(config: RlConfig, stop: StopRequests) -> int:
     parallel = init_parallel(config.parallel, seed=config.training.seed)
     try:
         run = build_run(config, parallel)
@@ -61,13 +72,19 @@ def _train(config: RlConfig) -> int:
         print(f"error: [rank {parallel.rank}] {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_INPUT
     try:
-        train(run)
+        state = train(run, stop=stop)
     except _STOPS as error:
         if parallel.is_last_rank:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_STOPPED
     shutdown_parallel()
-    return 0
+    if stop.reason is None or state.iteration >= config.training.train_iters:
+        return 0
+    saved = config.checkpoint.save is not None
+    if parallel.is_last_rank:
+        kept = "saved; the same command continues" if saved else "nothing saved: no checkpoint.save"
+        print(f" ended early: {stop.reason}; {kept}", flush=True)
+    return EXIT_SAVED if saved else EXIT_UNSAVED
 
 
 if __name__ == "__main__":

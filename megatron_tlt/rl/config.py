@@ -84,6 +84,8 @@ class RlTrainingConfig:
     """Weights and activations in bfloat16, with fp32 master weights and gradient sums; else fp32."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in the backward pass: whole layers, or core attention."""
+    exit_duration_in_mins: float | None = None
+    """Save and end the run after the step in which this time is over."""
     memory_budget_gib: float = 0.0
     """Most memory that a phase may use; 0: no bound."""
 

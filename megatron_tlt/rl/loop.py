@@ -23,16 +23,19 @@ from megatron_tlt.train.checkpoint import (
     save_checkpoint,
 )
 from megatron_tlt.train.optimizer import gathered_parameters
+from megatron_tlt.train.stop import StopRequests
 
 Metrics = dict[str, float]
 
 
-def train(run: RlRun) -> TrainState:
-    """Train from `run.state` to the last step; returns the final state. Every rank calls it.
+def train(run: RlRun, *, stop: StopRequests | None = None) -> TrainState:
+    """Train from `run.state` to the last step, or until `stop` has a reason; returns the final state.
 
-    Raises VerifierError, MismatchError, NonFiniteUpdateError or MemoryBudgetError on every rank.
+    Every rank calls it. Raises VerifierError, MismatchError, NonFiniteUpdateError or MemoryBudgetError on every rank.
     """
     state, training = run.state, run.config.training
+    stop = stop or StopRequests()
+    stop.limit(training.exit_duration_in_mins)
     logger = RlLogger(run.config, run.parallel, state)
     try:
         publish(run)
@@ -52,8 +55,11 @@ def train(run: RlRun) -> TrainState:
             last = state.iteration == training.train_iters
             if last or _is_multiple(state.iteration, run.config.evaluation.interval):
                 logger.evaluation(evaluate(run))
-            if last or _is_multiple(state.iteration, run.config.checkpoint.save_interval):
+            leave = stop.poll() is not None
+            if last or leave or _is_multiple(state.iteration, run.config.checkpoint.save_interval):
                 save(run, logger)
+            if leave:
+                break
     finally:
         logger.close()
         run.close()

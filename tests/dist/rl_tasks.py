@@ -1,7 +1,9 @@
 """RL runs as tasks for gloo workers: a model of 200k parameters, prompts of numbers, results returned."""
 
 import json
+import os
 import random
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from megatron_tlt.train.checkpoint import CheckpointConfig
 from megatron_tlt.train.config import LoggingConfig
 from megatron_tlt.train.optimizer import OptimizerConfig
 from megatron_tlt.train.sft import SftDataConfig, SftTrainingConfig
+from megatron_tlt.train.stop import StopRequests
 from megatron_tlt.types import FinishReason, Rollout
 
 import torch
@@ -120,6 +123,21 @@ def run_until_killed(root: Path, layout: dict, sections: dict, *, phase: str, it
     except Killed:
         return
     raise AssertionError(f"phase {phase} never began")
+
+
+def run_until_signalled(root: Path, sections: dict, *, iteration: int) -> int:
+    """SIGTERM comes while the step after `iteration` generates; the iteration at which the run ended."""
+    run, stop = start(root, ONE, **sections), StopRequests()
+
+    def ask(begins: str) -> None:
+        if begins == "generate" and run.state.iteration == iteration:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.clock.watch = ask
+    with stop.listening():
+        state = train(run, stop=stop)
+    assert stop.reason == "SIGTERM was received"
+    return state.iteration
 
 
 def read_metrics(root: Path, kind: str = "train") -> list[dict]:

@@ -14,6 +14,7 @@ from tests.dist.rl_tasks import (
     read_metrics,
     run_loop,
     run_until_killed,
+    run_until_signalled,
     train_with_stale_engine,
     train_without_encoder,
     write_fixed_dump,
@@ -230,3 +231,14 @@ def test_after_the_prompts_are_read_no_text_becomes_tokens(tmp_path):
     (tmp_path / "run").mkdir()
     write_prompts(tmp_path / "run" / "prompts.jsonl")
     train_without_encoder(tmp_path / "run")
+
+
+def test_asked_to_end_a_run_saves_after_its_step_and_continues(uninterrupted, tmp_path):
+    whole, _ = uninterrupted
+    root = tmp_path / "stopped"
+    sections = resumable(root)
+    sections["CheckpointConfig"] = sections["CheckpointConfig"] | {"save_interval": 4}
+    assert run_until_signalled(root, sections, iteration=1) == 2
+    result = run_loop(root, ONE, resumable(root))
+    assert result["iteration"] == 4
+    assert largest_weight_difference(whole["weights"], result["weights"]) == 0.0
