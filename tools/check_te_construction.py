@@ -3,11 +3,10 @@
 
     python tools/check_te_construction.py --output tools/te_construction.json
 
-Needs a CUDA build of torch and transformer-engine[pytorch] of the release in requirements-gpu.txt; no GPU, since
-nothing is computed: of torch only `cuda.is_available` is told otherwise while modules are constructed.
-Checked against our own layers: the parameters, their shapes and their names in a checkpoint are the same. Of the
-subnet's layers: TE is handed the slices, and its attention the kept number of heads. A unit test compares our
-own layers with the record where there is no Transformer Engine.
+Needs a CUDA build of torch and transformer-engine[pytorch] of the release in requirements-gpu.txt; no GPU,
+since nothing is computed: of torch only `cuda.is_available` is told otherwise while modules are constructed.
+Checked against our own layers: the parameters, their shapes and their names in a checkpoint are the same. Of
+the subnet's layers: TE is handed the slices, and its attention the kept number of heads.
 """
 
 import argparse

@@ -98,8 +98,8 @@ class PrecisionConfig:
         return self.transformer_impl == "transformer_engine"
 
     def megatron_fields(self) -> dict[str, object]:
-        """FP8 as megatron-core's configuration has it, by which it runs Transformer Engine's layers; empty for
-        ours, whose spec carries the recipe."""
+        """FP8 as megatron-core's configuration has it, by which it runs Transformer Engine's layers; empty
+        for ours, whose spec carries the recipe."""
         if self.fp8 is None or not self.uses_transformer_engine:
             return {}
         same = (

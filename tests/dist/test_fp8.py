@@ -18,7 +18,8 @@ from megatron_tlt.subnet.stats import StepOutcome
 from megatron_tlt.train.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from megatron_tlt.train.optimizer import OptimizerConfig, build_optimizer, wrap_data_parallel
 from megatron_tlt.train.step import attach_finalizer, train_step
-from tests.dist.runs import DISTRIBUTED, OVERLAPPED, PP2, SP2, TP2
+from tests.dist.runs import DISTRIBUTED, OVERLAPPED, PP2, SP2, TP2, steps
+from tests.dist.runs import train as pretrain
 from tests.dist.workers import run_distributed
 
 import torch
@@ -235,6 +236,19 @@ def test_a_run_may_change_its_precision_or_window_when_it_resumes(tmp_path, capf
     scales = loaded_scales({"precision": DELAYED | {"fp8_amax_history_len": 2}}, delayed)
     assert scales == loaded_scales({"precision": DELAYED}, delayed)
     assert "lacks 4 tensors of FP8 scaling state" in capfd.readouterr().err
+
+
+def test_the_pretraining_loop_resumes_fp8_subnets_exactly(tmp_path):
+    """The whole path from the configuration, saved in the middle of a stage."""
+    sections = {
+        "precision": DELAYED, "parallel": SP2, "est": {"schedule": "practical", "ends": ["1/3", "2/3"]},
+        "checkpoint": {"save": str(tmp_path / "save"), "save_interval": 3},
+    }  # fmt: skip
+    run_distributed(pretrain, 2, tmp_path / "whole", "tiny-llama", sections)
+    resumed_sections = sections | {"checkpoint": {"load": str(tmp_path / "save"), "ckpt_step": 3}}
+    run_distributed(pretrain, 2, tmp_path / "resumed", "tiny-llama", resumed_sections)
+    whole, again = steps(tmp_path / "whole"), steps(tmp_path / "resumed")
+    assert len(whole) == 6 and whole[3:] == again
 
 
 def test_growth_brings_no_jump_of_loss_or_scales():
