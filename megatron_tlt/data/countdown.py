@@ -1,9 +1,11 @@
 """Countdown: reach a target from given numbers by + - * /, with the whole search written out.
 
 Prompt: "3 5 7=22?" and a line break. Response: one line a try, depth first, with what is then left after a
-bar ("3+5=8|7 8"); last, "!" and the steps of the solution ("!3*5=15,15+7=22"). Search traces as in Stream of
-Search (https://arxiv.org/abs/2404.03683), in a far terser alphabet: digits, + - * / = | , ! ? blank and line
-break. Response lengths are long-tailed because searches are.
+bar ("3+5=8|7 8"); the try that reaches the target is followed by "!" and the steps of the solution
+("15+7=22!3*5=15,15+7=22"). Search traces as in Stream of Search (https://arxiv.org/abs/2404.03683), in a far
+terser alphabet: digits, + - * / = | , ! ? blank and line break. Response lengths are long-tailed because
+searches are. The "!" follows the result itself, so that a small model learns the comparison with the target
+between two tokens; problems of two numbers, which reach their target often, teach it early.
 
 The verifier reads the answer with a parser of its own; nothing is ever evaluated as Python. Every number must
 be used exactly once.
@@ -29,7 +31,7 @@ _ANSWER = re.compile(r"[0-9+\-*/()=, ]+")
 class CountdownConfig:
     """Which problems are drawn, and how long a search may be."""
 
-    shares: dict[int, float] = field(default_factory=lambda: {3: 0.75, 4: 0.25})
+    shares: dict[int, float] = field(default_factory=lambda: {2: 0.3, 3: 0.5, 4: 0.2})
     """Share of problems with so many numbers."""
     max_number: int = 9
     """Numbers are drawn from 1 to this."""
@@ -114,7 +116,7 @@ def draw_problem(rng: random.Random, config: CountdownConfig) -> Problem:
 
 
 def search(problem: Problem, rng: random.Random, *, max_value: int) -> Iterator[str]:
-    """Lines of a depth-first search in random order, the answer last; no answer line if there is none."""
+    """Lines of a depth-first search in random order; the last one holds the answer."""
 
     def visit(numbers: tuple[int, ...], path: tuple[str, ...]) -> Iterator[str]:
         choices = moves(numbers, max_value=max_value)
@@ -125,10 +127,8 @@ def search(problem: Problem, rng: random.Random, *, max_value: int) -> Iterator[
                 yield f"{move.text}|{' '.join(map(str, move.left))}"
                 solved = yield from visit(move.left, steps)
             else:
-                yield move.text
                 solved = move.left[0] == problem.target
-                if solved:
-                    yield "!" + ",".join(steps)
+                yield move.text + ("!" + ",".join(steps) if solved else "")
             if solved:
                 return True
         return False
@@ -153,8 +153,8 @@ def countdown_reward(
     ground_truth: str,
     extra_info: Mapping[str, object],
 ) -> float:
-    """1.0 if the answer is right, else 0.0. The answer is the last line, which begins with "!", or the
-    content of the last <answer>..</answer>. Raises ValueError for a label that is none."""
+    """1.0 if the answer is right, else 0.0. The answer is what follows the last "!", or the content of the
+    last <answer>..</answer>. Raises ValueError for a label that is none."""
     facts = json.loads(ground_truth)
     try:
         numbers, target = tuple(int(x) for x in facts["numbers"]), int(facts["target"])
@@ -162,8 +162,7 @@ def countdown_reward(
         raise ValueError(f"label {ground_truth!r} lacks numbers and target") from error
     answer = tagged_answer(solution_str)
     if answer is None:
-        last = solution_str.strip().rsplit("\n", 1)[-1]
-        answer = last[1:] if last.startswith("!") else ""
+        answer = solution_str.rpartition("!")[2] if "!" in solution_str else ""
     return float(is_solution(answer, numbers, target))
 
 

@@ -43,8 +43,8 @@ def test_every_trace_solves_its_problem_in_the_alphabet():
 def test_every_line_of_a_trace_is_right_arithmetic_and_keeps_the_books():
     problem, trace = next(traces(1, seed=4, shares={4: 1.0}, max_trace_chars=5000))
     states = {len(problem.numbers): problem.numbers}
-    for line in trace.split("\n")[:-1]:
-        step, _, rest = line.partition("|")
+    for line in trace.split("\n"):
+        step, _, rest = line.partition("!")[0].partition("|")
         left = tuple(map(int, rest.split())) if rest else (int(step.split("=")[1]),)
         assert any(
             move.text == step and move.left == left
@@ -78,7 +78,7 @@ def test_moves_are_all_legal_pairs_once():
 )
 def test_right_answers_are_right(answer):
     assert is_solution(answer, (3, 5, 7), 22)
-    assert reward(f"3+5=8|7 8\n!{answer}") == 1.0
+    assert reward(f"3+5=8|7 8\n8+7=15!{answer}") == 1.0
     assert reward(f"so <answer> {answer} </answer>") == 1.0
 
 
@@ -129,7 +129,6 @@ def test_wrong_answers_are_wrong(answer):
         "3*5+7\n\n",
         "3*5+7",  # no mark
         "!3*5=15,15+7=22\nx",  # the answer is not last
-        "x !3*5=15,15+7=22",
         "<answer>\n3*5+7",  # not closed
         "</answer>3*5+7<answer>",
         "<answer>3*5+7</answer> no <answer>7</answer>",  # the last one counts
