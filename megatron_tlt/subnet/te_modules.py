@@ -10,8 +10,8 @@ that is kept.
 import copy
 
 from megatron_tlt.models.te import (
-    TEDotProductAttention, TELayerNormColumnParallelLinear, TERowParallelLinear, check_weight_source,
-    te_layer_spec,
+    CheckpointedTEColumnParallelLinear, CheckpointedTERowParallelLinear, TEDotProductAttention,
+    TELayerNormColumnParallelLinear, TERowParallelLinear, check_weight_source, te_layer_spec,
 )  # fmt: skip
 from megatron_tlt.ops.fp8_recipe import Recipe
 from megatron_tlt.subnet.cuts import Cut, SlicedParameter
@@ -23,7 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 
-class SubnetTEColumnParallelLinear(TELayerNormColumnParallelLinear):
+class SubnetTEColumnParallelLinear(CheckpointedTEColumnParallelLinear):
     """Norm, then the selected output rows: `[s, b, h] -> [s, b, kept/t]`."""
 
     def __init__(self, *args: object, **options: object) -> None:
@@ -46,7 +46,7 @@ class SubnetTEColumnParallelLinear(TELayerNormColumnParallelLinear):
         return self.sliced_weight.of(weight), self.sliced_bias.of(bias) if self.use_bias else bias
 
 
-class SubnetTERowParallelLinear(TERowParallelLinear):
+class SubnetTERowParallelLinear(CheckpointedTERowParallelLinear):
     """Reads the selected input columns and scales what it computed: `[s, b, kept/t] -> [s, b, h]`."""
 
     def __init__(self, *args: object, **options: object) -> None:
