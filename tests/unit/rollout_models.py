@@ -4,7 +4,7 @@ import torch
 import transformers
 
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
-from megatron_tlt.types import Prompt, Strategy
+from megatron_tlt.types import OFF, Prompt, Strategy
 
 VOCAB = 61
 COMMON = dict(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0)

@@ -58,12 +58,17 @@ def attend(
     slots, width, repeats = block.count, block.width, heads // groups
     if block.pad is not None:
         q = q[block.pad]
-    q = q.view(slots, width, groups, repeats, dim).permute(0, 2, 3, 1, 4)
-    q = q.reshape(slots, groups, repeats * width, dim)
+    if width == 1:
+        q = q.view(slots, groups, repeats, dim)
+    else:
+        q = q.view(slots, width, groups, repeats, dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(slots, groups, repeats * width, dim)
     rows = cache[block.slot * stride : (block.slot + slots) * stride]
     kv = rows.view(slots, stride, 2, groups, dim)[:, : block.kv_len]
     k, v = kv.permute(2, 0, 3, 1, 4)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask)
+    if width == 1:
+        return out.reshape(slots, heads * dim)
     out = out.view(slots, groups, repeats, width, dim).permute(0, 3, 1, 2, 4)
     out = out.reshape(slots * width, heads * dim)
     return out if block.unpad is None else out[block.unpad]

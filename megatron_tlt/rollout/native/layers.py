@@ -8,6 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from megatron_tlt.ops.linear import native_bf16_gemm
 from megatron_tlt.rollout.native.shape import ModelShape
 
 # Up to so many rows a plain GEMM over [in, out] weights was at least as fast as oneDNN's packed weights:
@@ -16,7 +17,10 @@ _PLAIN_ROWS_LARGE, _PLAIN_ROWS_SMALL, _SMALL = 2, 16, 1 << 20
 
 
 class Linear:
-    """`y = x W + b` with W kept as `[in, out]`, and packed for oneDNN beside it on a CPU in float32."""
+    """`y = x W + b` with W kept as `[in, out]`, and packed for oneDNN beside it on a CPU.
+
+    Packed bf16 was 2 to 4 times as fast as torch's own at any number of rows, so it is always taken.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, like: torch.Tensor
@@ -26,11 +30,16 @@ class Linear:
         self.packed: torch.Tensor | None = None
         small = in_features * out_features < _SMALL
         self.plain_rows = _PLAIN_ROWS_SMALL if small else _PLAIN_ROWS_LARGE
+        if like.dtype == torch.bfloat16:
+            self.plain_rows = 0
 
     def pack(self) -> None:
         """Refresh the packed copy; call after the weight changed."""
         weight = self.weight
-        if weight.is_cpu and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        known = torch.backends.mkldnn.is_available() and (
+            weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and native_bf16_gemm()
+        )
+        if weight.is_cpu and known:
             rows = weight.t().contiguous()
             self.packed = torch.ops.mkldnn._reorder_linear_weight(rows)
 

@@ -1,0 +1,138 @@
+"""Warm a drafter up on a model's own answers: generate, capture the states on the way, train.
+
+The answers come from the embedded engine, which hands out the hidden states that it computed anyway; no
+further forward of the target is run. Prints what a chain of drafts would bring on answers held out.
+
+Example: python -m tools.train_drafter --model MODEL --prompts prompts.jsonl --output DRAFTER
+"""
+
+import argparse
+import random
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig, collate
+from megatron_tlt.models.drafter import Drafter, DrafterConfig
+from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
+from megatron_tlt.types import FeatureSample, Prompt, SamplingParams
+from tools.native_engine import config_of, engine_of, prompts_of, save_drafter, weights
+
+
+def build_drafter(folder: Path, config: DrafterConfig) -> Drafter:
+    """A fresh drafter on the tables of the model in `folder`."""
+    tables = {}
+    for name, tensor in weights(folder):
+        short = name.removeprefix("model.").removeprefix("transformer.")
+        if short in ("embed_tokens.weight", "wte.weight", "lm_head.weight"):
+            tables["head" if short == "lm_head.weight" else "embedding"] = tensor.float()
+    drafter = Drafter(config)
+    drafter.share(tables["embedding"], tables.get("head", tables["embedding"]))
+    return drafter
+
+
+def capture(
+    engine: NativeEngine, prompts: list[Prompt], params: SamplingParams, *, max_rows: int
+) -> list[FeatureSample]:
+    """Features of the target's answers, at most `max_rows` rows."""
+    longest = max(len(p.tokens) for p in prompts)
+    engine.capture_features(max_rows, context_rows=longest)
+    engine.submit(prompts, params)
+    with tqdm(total=len(prompts) * params.n, desc="answers", unit="answer") as bar:
+        for _ in engine.stream():
+            bar.update()
+    samples = engine.take_features()
+    if len(samples) < 2:
+        raise ValueError(f"{len(samples)} answers fit into max_rows={max_rows}: raise it")
+    return samples
+
+
+def frequent_tokens(samples: list[FeatureSample], *, size: int) -> list[int]:
+    """The `size` tokens that the answers use most; filled up with the lowest numbers."""
+    counts = Counter(token for sample in samples for token in sample.tokens)
+    chosen = [token for token, _ in counts.most_common(size)]
+    rest = (token for token in range(size + len(chosen)) if token not in counts)
+    return chosen + [next(rest) for _ in range(size - len(chosen))]
+
+
+def train(
+    drafter: Drafter, samples: list[FeatureSample], settings: DrafterTrainerConfig, *,
+    iterations: int, batch_size: int, num_steps: int,
+) -> dict[str, float]:  # fmt: skip
+    """Train on nine tenths of the answers; what the drafter brings on the last tenth."""
+    order = random.Random(settings.seed)
+    order.shuffle(samples)
+    held_out = samples[: max(1, len(samples) // 10)]
+    rest = samples[len(held_out) :]
+    trainer = DrafterTrainer(drafter, settings)
+    with tqdm(total=iterations, desc="drafter", unit="step") as bar:
+        for _ in range(iterations):
+            chosen = order.sample(rest, min(batch_size, len(rest)))
+            metrics = trainer.step(collate(chosen))
+            bar.set_postfix(loss=f"{metrics['loss']:.3f}", accuracy=f"{metrics['accuracy']:.3f}")
+            bar.update()
+    return trainer.evaluate(collate(held_out), num_steps=num_steps)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face model folder")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL file")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the drafter")
+    parser.add_argument("--layout", choices=("eagle", "eagle3"), default="eagle")
+    parser.add_argument("--draft-vocab-size", type=int, default=0, help="eagle3; 0: all tokens")
+    parser.add_argument("--num-prompts", type=int, default=256)
+    parser.add_argument("--n", type=int, default=1, help="answers per prompt")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-prompt-tokens", type=int, default=256)
+    parser.add_argument("--max-rows", type=int, default=200_000, help="bound on captured states")
+    parser.add_argument("--iterations", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=8, help="answers a step")
+    parser.add_argument("--num-passes", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--num-steps", type=int, default=5, help="drafts of the simulated chain")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    torch.manual_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts = prompts_of(
+        args.prompts, tokenizer, limit=args.num_prompts, max_tokens=args.max_prompt_tokens
+    )
+    config = DrafterConfig.for_target(
+        config_of(args.model), layout=args.layout, draft_vocab_size=args.draft_vocab_size
+    )
+    sizes = NativeEngineConfig(max_model_len=args.max_prompt_tokens + args.max_tokens)
+    engine = engine_of(args.model, sizes, drafter=config)
+    ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    params = SamplingParams(
+        n=args.n, temperature=args.temperature, max_tokens=args.max_tokens, stop_token_ids=ends, seed=args.seed
+    )
+    samples = capture(engine, prompts, params, max_rows=args.max_rows)
+    drafter = build_drafter(args.model, config)
+    if args.layout == "eagle3":
+        drafter.draft_tokens(frequent_tokens(samples, size=config.head_size))
+        head = drafter.head[drafter.target_tokens(torch.arange(config.head_size))]
+        drafter.lm_head.weight.data.copy_(head)
+    settings = DrafterTrainerConfig(lr=args.lr, num_passes=args.num_passes, seed=args.seed)
+    result = train(
+        drafter, samples, settings, iterations=args.iterations, batch_size=args.batch_size,
+        num_steps=args.num_steps,
+    )  # fmt: skip
+    save_drafter(drafter, args.output)
+    rows = sum(len(sample.hidden) for sample in samples)
+    print(
+        f"{len(samples)} answers, {rows} rows; held out: accuracy {result['accuracy']:.3f}, simulated accept "
+        f"length {result['accept_length']:.2f} with {args.num_steps} drafts; drafter in {args.output}"
+    )
+
+
+if __name__ == "__main__":
+    main()
