@@ -66,6 +66,10 @@ class EstConfig:
     """Never skip the first layer."""
     protect_last_layer: bool = False
     """Never skip the last layer."""
+    output_scale: Literal["inverse_rate", "none"] = "inverse_rate"
+    """Multiply the outputs of attention and MLP by 1 / (fraction of heads or neurons kept), so that their
+    mean over random draws is the full output; or leave them, so that a subnet that persists goes on as it
+    was when others join it."""
     layer_scale: Literal["none", "inverse_rate"] = "none"
     """Multiply the residual branches of drawn layers by 1 / (fraction kept), or leave them."""
     gqa_unit: GqaUnit = "heads"

@@ -98,12 +98,13 @@ def _layer_plan(schedule: Schedule, key: PlanKey, layer: int, *, keep: float) ->
     heads, head_rate = _draw_width(schedule, key, schedule.pools.heads, layer, stage.heads[layer])
     mlp, mlp_rate = _draw_width(schedule, key, schedule.pools.mlp, layer, stage.mlp[layer])
     scale = 1.0 / keep if schedule.options.layer_scale == "inverse_rate" else 1.0
+    scaled = schedule.options.output_scale == "inverse_rate"
     return LayerPlan(
         layer=layer,
         heads=heads,
         mlp=mlp,
-        head_scale=scale * float(1 / head_rate),
-        mlp_scale=scale * float(1 / mlp_rate),
+        head_scale=scale * (float(1 / head_rate) if scaled else 1.0),
+        mlp_scale=scale * (float(1 / mlp_rate) if scaled else 1.0),
         bias_scale=scale,
     )
 

@@ -85,7 +85,7 @@ class Schedule:
         """What must agree for a resumed run to draw the same subnets, in plain values."""
         names = (
             "schedule", "draw", "layer_draw", "resample_interval", "shared_draws", "antithetic",
-            "protect_first_layer", "protect_last_layer", "layer_scale", "idle_params",
+            "protect_first_layer", "protect_last_layer", "output_scale", "layer_scale", "idle_params",
         )  # fmt: skip
         return {name: getattr(self.options, name) for name in names} | {
             "seed": self.seed,

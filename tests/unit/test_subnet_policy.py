@@ -115,6 +115,12 @@ def test_draws_are_uniform_and_independent_between_layers():
     assert abs(together - 125) < 4 * 94**0.5  # 2 of 4 heads in two strata of two: 4 equal outcomes
 
 
+def test_outputs_are_scaled_by_what_is_kept_or_left():
+    for output_scale, factor in (("inverse_rate", 2.0), ("none", 1.0)):
+        layers = draw_plan(schedule_of(output_scale=output_scale), 0).layers
+        assert {(x.head_scale, x.mlp_scale) for x in layers if x is not None} == {(factor, factor)}
+
+
 def test_resample_interval_keeps_a_subnet():
     digests = [draw_plan(schedule_of(resample_interval=5), step).digest() for step in range(20)]
     assert [len(set(digests[i : i + 5])) for i in range(0, 20, 5)] == [1] * 4

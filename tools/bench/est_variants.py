@@ -28,6 +28,13 @@ VARIANTS: dict[str, dict] = {
     "nested_long": {"schedule": "practical", "ends": ["2/5", "3/4"]} | _PREFIX,
     "nested_frozen": {"schedule": "practical", "ends": ["1/4", "3/5"],
                       "idle_params": "frozen"} | _PREFIX,
+    # No 1/p: growth then leaves the function almost as it was, where 1/p halves what the kept half gave.
+    "nested_unscaled": {"schedule": "practical", "ends": ["1/4", "3/5"],
+                        "output_scale": "none"} | _PREFIX,
+    "nested_unscaled_long": {"schedule": "practical", "ends": ["2/5", "3/4"],
+                             "output_scale": "none"} | _PREFIX,
+    "nested_unscaled_frozen": {"schedule": "practical", "ends": ["1/4", "3/5"],
+                               "output_scale": "none", "idle_params": "frozen"} | _PREFIX,
     "nested_layer_scale": {"schedule": "practical", "ends": ["1/4", "3/5"],
                            "layer_scale": "inverse_rate"} | _PREFIX,
 }  # fmt: skip
