@@ -38,8 +38,8 @@ WEIGHT_SOURCE = "_get_weight_and_bias_tensors"
 
 
 _FORWARD, _BACKWARD = 2, 1
-"""TE's tensors of a linear: input, weight (and output) forward, output gradient (and input gradient) backward;
-the first ones, in this order, are those of our layers."""
+"""TE's tensors of a linear: input, weight (and output) forward, output gradient (and input gradient)
+backward; the first ones, in this order, are those of our layers."""
 
 
 class CheckpointedTEColumnParallelLinear(TELayerNormColumnParallelLinear):

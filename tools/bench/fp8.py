@@ -11,8 +11,10 @@ Theory: the errors of rounding two normal factors, independent (ops/fp8.rounding
 
 import argparse
 import math
+import multiprocessing
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from megatron_tlt.ops.fp8 import FP8_MAX, rounding_error
 from megatron_tlt.ops.fp8_linear import fp8_linear
 from megatron_tlt.ops.fp8_recipe import GRAD, INPUT, WEIGHT, Recipe
 from megatron_tlt.ops.linear import linear
-from megatron_tlt.parallel import Parallel, ParallelConfig, init_parallel
+from megatron_tlt.parallel import ParallelConfig, init_parallel
 from megatron_tlt.train.optimizer import (
     OptimizerConfig, build_optimizer, build_scheduler, wrap_data_parallel,
 )  # fmt: skip
@@ -118,9 +120,11 @@ def batch_of(corpus: torch.Tensor, step: int, options: argparse.Namespace) -> di
 
 
 def train(
-    precision: PrecisionConfig, corpus: torch.Tensor, parallel: Parallel, options: argparse.Namespace
-) -> list[float]:
-    """The loss of every step."""
+    precision: PrecisionConfig, corpus: torch.Tensor, options: argparse.Namespace
+) -> tuple[list[float], float]:
+    """The loss of every step, and the seconds of CPU time that it took."""
+    torch.set_num_threads(1)
+    parallel, before = init_parallel(ParallelConfig(), seed=1), time.process_time()
     model = ModelConfig(
         num_layers=options.layers, hidden_size=options.hidden, ffn_hidden_size=3 * options.hidden,
         num_attention_heads=4, num_query_groups=2, seq_length=options.seq,
@@ -131,7 +135,7 @@ def train(
     )
     initialize_parameters(bare, seed=1, vocab_size=BYTES)
     config = OptimizerConfig(
-        lr=2e-3, min_lr=2e-4, lr_decay_style="cosine", lr_warmup_iters=options.steps // 20
+        lr=7e-4, min_lr=7e-5, lr_decay_style="cosine", lr_warmup_iters=options.steps // 20
     )
     chunks = wrap_data_parallel(bare, config, parallel)
     attach_finalizer(chunks, parallel)
@@ -144,7 +148,7 @@ def train(
         batch = {k: v.to(device.device()) for k, v in batch_of(corpus, step, options).items()}
         losses.append(train_step(chunks, optimizer, [batch], parallel=parallel).loss)
         scheduler.step(increment=options.batch)
-    return losses
+    return losses, time.process_time() - before
 
 
 def plot(curves: dict[str, list[float]], path: Path) -> None:
@@ -180,16 +184,18 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     options = parser.parse_args()
     if options.toy:
         options.steps, options.layers, options.hidden, options.seq = 4, 2, 128, 64
-    torch.set_num_threads(1)
-    parallel = init_parallel(ParallelConfig(), seed=1)
     corpus = corpus_bytes(200_000 if options.toy else 8_000_000)
-    rows, curves = [], {}
-    for name, fields in PRECISIONS.items():
-        precision, before = PrecisionConfig(**fields), time.process_time()
-        curves[name] = train(precision, corpus, parallel, options)
+    precisions = {name: PrecisionConfig(**fields) for name, fields in PRECISIONS.items()}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        runs = {name: pool.submit(train, p, corpus, options) for name, p in precisions.items()}
+        outcomes = {name: run.result() for name, run in runs.items()}
+    rows, curves = [], {name: losses for name, (losses, _) in outcomes.items()}
+    for name, precision in precisions.items():
         tail = max(1, options.steps // 10)
         loss, base = (sum(curves[key][-tail:]) / tail for key in (name, "bf16"))
         rows.append(
@@ -198,7 +204,7 @@ def main() -> None:
              "tokens_per_step": options.batch * options.seq, "first_loss": round(curves[name][0], 5),
              "last_loss": round(loss, 5), "loss_diff_pct": round(100 * abs(loss / base - 1), 4)}
             | product_errors(precision.recipe, tokens=1024, features=options.hidden)
-            | {"cpu_s": round(time.process_time() - before, 1)}
+            | {"cpu_s": round(outcomes[name][1], 1)}
         )  # fmt: skip
         print(rows[-1], flush=True)
     fp8 = [row for row in rows if row["fp8"] != "none"]
