@@ -1,4 +1,6 @@
-"""What the command-line tools share: an embedded engine over a Hugging Face folder, prompts, a drafter's folder."""
+"""What the command-line tools share: an embedded engine over a Hugging Face folder, prompts, a drafter's
+folder.
+"""
 
 import json
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Show on your own model, and drafter, that speculation does not change what is said.
 
-Generates the same prompts without speculation and under each strategy, under a strategy that changes every step,
-and in a cache so small that requests are preempted; compares token by token and exits with 1 where any response
-differs. In float32 a difference means a near tie that rounding decided, or a mistake.
+Generates the same prompts without speculation and under each strategy, under a strategy that changes every
+step, and in a cache so small that requests are preempted; compares token by token and exits with 1 where
+any response differs. In float32 a difference means a near tie that rounding decided, or a mistake.
 """
 
 import argparse

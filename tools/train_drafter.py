@@ -113,8 +113,9 @@ def main() -> None:
     engine = engine_of(args.model, sizes, drafter=config)
     ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     params = SamplingParams(
-        n=args.n, temperature=args.temperature, max_tokens=args.max_tokens, stop_token_ids=ends, seed=args.seed
-    )
+        n=args.n, temperature=args.temperature, max_tokens=args.max_tokens, stop_token_ids=ends,
+        seed=args.seed,
+    )  # fmt: skip
     samples = capture(engine, prompts, params, max_rows=args.max_rows)
     drafter = build_drafter(args.model, config)
     if args.layout == "eagle3":

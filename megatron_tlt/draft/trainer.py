@@ -1,8 +1,9 @@
 """Trains a drafter on what the engine captured: one optimizer step a call, no target forward, no collective.
 
-The teacher's token distribution is recomputed from the captured final states through the target's own head, so
-a batch carries states only. Loss as in EAGLE (SmoothL1 on states, soft cross entropy on tokens), or for EAGLE-3
-the cross entropy alone over the draft vocabulary; with several passes weighted by `pass_decay`^j (HASS, EAGLE-3).
+The teacher's token distribution is recomputed from the captured final states through the target's own
+head, so a batch carries states only. Loss as in EAGLE (SmoothL1 on states, soft cross entropy on tokens),
+or for EAGLE-3 the cross entropy alone over the draft vocabulary; with several passes weighted by
+`pass_decay`^j (HASS, EAGLE-3).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,11 @@
 """The EAGLE drafter: one decoder layer that continues the target's hidden states, for training.
 
-Row i of a sequence joins `tokens[i]` with the target's state from which it was drawn, and predicts the state of
-row i + 1. Two layouts, named and shaped as SGLang loads them (`state_dict()` is the exported file):
-EAGLE-1/2 (https://arxiv.org/abs/2401.15077, https://arxiv.org/abs/2406.16858) takes the final state and speaks
-through the target's own head; its layer has no input norm, and `fc` has a bias because SGLang declares one and
-leaves it random if the file lacks it. EAGLE-3 (https://arxiv.org/abs/2503.01840) takes three inner states and has
-a head of its own over a reduced vocabulary.
+Row i of a sequence joins `tokens[i]` with the target's state from which it was drawn, and predicts the
+state of row i + 1. Two layouts, named and shaped as SGLang loads them (`state_dict()` is the exported file):
+EAGLE-1/2 (https://arxiv.org/abs/2401.15077, https://arxiv.org/abs/2406.16858) takes the final state and
+speaks through the target's own head; its layer has no input norm, and `fc` has a bias because SGLang
+declares one and leaves it random if the file lacks it. EAGLE-3 (https://arxiv.org/abs/2503.01840) takes
+three inner states and has a head of its own over a reduced vocabulary.
 
 Legend: b sequences, s rows, h hidden, f features of a row, n heads, g query groups, d head dim, v vocabulary.
 """
@@ -175,7 +175,9 @@ class Drafter(nn.Module):
         expected = (self.config.vocab_size, self.config.hidden_size)
         for name, table in (("embedding", embedding), ("head", head)):
             if tuple(table.shape) != expected:
-                raise ValueError(f"the target's {name} is {tuple(table.shape)}, the drafter wants {expected}")
+                raise ValueError(
+                    f"the target's {name} is {tuple(table.shape)}, the drafter wants {expected}"
+                )
         self.embedding, self.head = embedding.detach(), head.detach()
 
     def draft_tokens(self, tokens: Sequence[int]) -> None:
@@ -191,9 +193,9 @@ class Drafter(nn.Module):
     ) -> list[torch.Tensor]:
         """Training-time test: `count` outputs `[b, s, h]`, pass j as the engine's draft step j would see it.
 
-        tokens `[b, s]`, features `[b, s, f]`. In pass j, row i replaces the target's state by pass j-1's output
-        at row i-1, and attends to pass 0 up to row i-j, then to pass m at row i-j+m (EAGLE-3, section 3.1;
-        HASS). Rows below j of pass j mean nothing.
+        tokens `[b, s]`, features `[b, s, f]`. In pass j, row i replaces the target's state by pass j-1's
+        output at row i-1, and attends to pass 0 up to row i-j, then to pass m at row i-j+m (EAGLE-3,
+        section 3.1; HASS). Rows below j of pass j mean nothing.
         """
         embedded = F.embedding(tokens, self.embedding).to(self.fc.weight.dtype)
         table = _rotary(self.config, tokens.shape[1], device=tokens.device)

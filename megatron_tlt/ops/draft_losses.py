@@ -1,7 +1,7 @@
 """Losses that teach a drafter to continue the target: states, and token distributions.
 
-Legend: b sequences, s rows, h hidden, v vocabulary, p passes. `mask` `[b, s]` says which rows count; every loss
-is a mean over them.
+Legend: b sequences, s rows, h hidden, v vocabulary, p passes. `mask` `[b, s]` says which rows count; every
+loss is a mean over them.
 """
 
 from collections.abc import Sequence
@@ -51,5 +51,7 @@ def accept_rates(hits: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tens
 
 
 def simulated_accept_length(hits: Sequence[torch.Tensor], mask: torch.Tensor) -> float:
-    """Tokens per verification of a chain of len(hits) drafts, bonus token included, all starts weighted alike."""
+    """Tokens per verification of a chain of len(hits) drafts, bonus token included, all starts weighted
+    alike.
+    """
     return 1.0 + float(accept_rates(hits, mask).sum())

@@ -1,13 +1,14 @@
 """A contextual bandit: what a step costs and what it brings are learned apart.
 
-BEG-MAB (`rollout.tuner`) knows one number a bucket and arm, so what it learns at batch 1 says nothing about batch
-8, and a change of the text looks like noise. Here tokens/s of an arm is predicted as
+BEG-MAB (`rollout.tuner`) knows one number a bucket and arm, so what it learns at batch 1 says nothing
+about batch 8, and a change of the text looks like noise. Here tokens/s of an arm is predicted as
 
     batch * min(1 + gain(arm) * sum_j rate^j, remaining) / seconds(arm, batch)
 
-with the running requests' acceptance `rate` and tokens `remaining` from the step's context; `gain`, one number an
-arm over all batch sizes, and the correction of the measured cost table are medians over a sliding window. A new
-version of the trained drafter makes its arms' gains unknown again. Margin and exploration as in BEG-MAB.
+with the running requests' acceptance `rate` and tokens `remaining` from the step's context; `gain`, one
+number an arm over all batch sizes, and the correction of the measured cost table are medians over a
+sliding window. A new version of the trained drafter makes its arms' gains unknown again. Margin and
+exploration as in BEG-MAB.
 """
 
 import random

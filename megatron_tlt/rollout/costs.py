@@ -1,4 +1,6 @@
-"""What a decode step costs, by strategy and batch size: measured once, then a prior and a simulator's clock."""
+"""What a decode step costs, by strategy and batch size: measured once, then a prior and a simulator's
+clock.
+"""
 
 import statistics
 from collections import defaultdict

@@ -34,7 +34,8 @@ class RolloutEngine(Protocol):
         self, which: Weights, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int,
         checksum: str | None = None,
     ) -> None:  # fmt: skip
-        """Load all (Hugging Face name, tensor) pairs or none; tokens from now on carry the target's `version`.
+        """Load all (Hugging Face name, tensor) pairs or none; tokens from now on carry the target's
+        `version`.
 
         Between two responses of `stream` this is allowed: the cache of running responses stays. Raises
         ValueError, with the old weights in force, for weights that are incomplete, of another model, or not

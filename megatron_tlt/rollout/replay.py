@@ -1,8 +1,8 @@
 """Replay a trace under any policy with a measured clock: one engine, or a cluster of them. Pure simulation.
 
-All policies see identical tokens, so their times compare without noise. What is simulated is the decode loop of the
-native engine: free slots are filled (each prompt's prefill costs its tokens once a group and engine), then all
-running responses take one step whose cost the table gives for (strategy, running batch).
+All policies see identical tokens, so their times compare without noise. What is simulated is the decode
+loop of the native engine: free slots are filled (each prompt's prefill costs its tokens once a group and
+engine), then all running responses take one step whose cost the table gives for (strategy, running batch).
 """
 
 import heapq

@@ -1,9 +1,9 @@
 """Traces of rollouts: how long each response was, and what each strategy would have got accepted where.
 
-One JSON line a response. `accepts[strategy][p]` is the number of drafts accepted if the strategy speculated when p
-tokens were out. It is known where the recorded run stood; in between it follows from the step that passed over:
-a draft from p + i of a step that took n tokens at p would have seen the same n - 1 - i tokens accepted. Where all
-drafts of that step were accepted, the next step's count continues the chain.
+One JSON line a response. `accepts[strategy][p]` is the number of drafts accepted if the strategy
+speculated when p tokens were out. It is known where the recorded run stood; in between it follows from the
+step that passed over: a draft from p + i of a step that took n tokens at p would have seen the same n - 1
+- i tokens accepted. Where all drafts of that step were accepted, the next step's count continues the chain.
 """
 
 import json

@@ -5,11 +5,20 @@ import torch
 from megatron_tlt.parallel import ParallelConfig, init_parallel
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
 from megatron_tlt.rollout.native.model import TensorParallel
-from megatron_tlt.types import EngineStats, Rollout, SamplingParams
-from tests.unit import test_eagle
-from tests.unit.rollout_models import NGRAM, OFF, PROMPTS, SUBNET, Alternate, reference
+from megatron_tlt.types import OFF, EngineStats, Rollout, SamplingParams
+from tests.unit.rollout_models import (
+    CHAIN,
+    HYBRID,
+    NGRAM,
+    PROMPTS,
+    SUBNET,
+    TREE,
+    Alternate,
+    make_drafter,
+    reference,
+)
 
-SWITCHING = (OFF, NGRAM, test_eagle.CHAIN, test_eagle.TREE, SUBNET, test_eagle.HYBRID)
+SWITCHING = (OFF, NGRAM, CHAIN, TREE, SUBNET, HYBRID)
 
 
 def generate(kind: str, params: SamplingParams, size: int) -> tuple[list[Rollout], EngineStats]:
@@ -19,7 +28,7 @@ def generate(kind: str, params: SamplingParams, size: int) -> tuple[list[Rollout
     if size > 1:
         parallel = init_parallel(ParallelConfig(tensor_model_parallel_size=size), seed=0)
         tp, rank = TensorParallel(parallel.groups.tp), parallel.tp_rank
-    model, drafter = reference(kind), test_eagle._drafter(kind)
+    model, drafter = reference(kind), make_drafter(kind)
     config = NativeEngineConfig(max_model_len=100, max_batch=8, kv_cache_bytes=300_000 // size)
     policy = Alternate(*SWITCHING[rank:], *SWITCHING[:rank])
     engine = NativeEngine(

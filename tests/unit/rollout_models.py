@@ -1,10 +1,11 @@
-"""Tiny random targets, engines over them, and a policy that never does the same thing twice."""
+"""Tiny random targets and drafters, engines over them, and a policy that never does the same thing twice."""
 
 import torch
 import transformers
 
+from megatron_tlt.models.drafter import Drafter, DrafterConfig
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
-from megatron_tlt.types import OFF, Prompt, Strategy
+from megatron_tlt.types import Prompt, Strategy
 
 VOCAB = 61
 COMMON = dict(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0)
@@ -20,6 +21,9 @@ CONFIGS = {
 }
 NGRAM = Strategy(drafter="ngram", num_steps=5, num_draft_tokens=6)
 SUBNET = Strategy(drafter="subnet", num_steps=3, num_draft_tokens=4)
+CHAIN = Strategy(drafter="eagle", num_steps=4, num_draft_tokens=5)
+TREE = Strategy(drafter="eagle", num_steps=3, topk=4, num_draft_tokens=12)
+HYBRID = Strategy(drafter="hybrid", num_steps=3, topk=3, num_draft_tokens=10)
 PROMPTS = [
     Prompt(prompt_id=i, tokens=tuple((7 * i + 3 * j) % VOCAB for j in range(4 + 5 * i)))
     for i in range(5)
@@ -44,6 +48,30 @@ def make_engine(
     )
     engine.update_weights("target", model.state_dict().items(), version=1)
     return engine
+
+
+def drafter_config(kind: str = "llama", layout: str = "eagle") -> DrafterConfig:
+    target = reference(kind).config.to_dict()
+    if layout == "eagle":
+        return DrafterConfig.for_target(target)
+    sizes = DrafterConfig.for_target(target)
+    fields = {name: getattr(sizes, name) for name in DrafterConfig.__slots__}
+    return DrafterConfig(
+        **fields | dict(layout="eagle3", draft_vocab_size=41, feature_layers=(0, 1, 2))
+    )
+
+
+def make_drafter(kind: str = "llama", layout: str = "eagle") -> Drafter:
+    model = reference(kind)
+    torch.manual_seed(8)
+    drafter = Drafter(drafter_config(kind, layout))
+    for parameter in drafter.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    if layout == "eagle3":
+        drafter.draft_tokens([t for t in range(VOCAB) if t % 3 != 2])
+    head = model.get_output_embeddings().weight.data
+    drafter.share(model.get_input_embeddings().weight.data, head)
+    return drafter
 
 
 class Alternate:

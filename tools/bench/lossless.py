@@ -1,10 +1,10 @@
 """Whether speculation changes anything: token identity over many tokens, distributions by exact enumeration.
 
 Targets are small random models of each supported family, in float32, with a drafter trained on their own
-answers for a moment, so that drafts are accepted and rejected all the time. Every case is compared token by token
-with plain decoding: each strategy, all strategies in turn, preemption in a small cache, new weights for target
-and drafter between two responses. The chi-square cases compare sampled tokens with transformers' softmax, and a
-deliberately wrong acceptance rule must fail both checks.
+answers for a moment, so that drafts are accepted and rejected all the time. Every case is compared token
+by token with plain decoding: each strategy, all strategies in turn, preemption in a small cache, new
+weights for target and drafter between two responses. The chi-square cases compare sampled tokens with
+transformers' softmax, and a deliberately wrong acceptance rule must fail both checks.
 """
 
 import argparse
@@ -99,7 +99,7 @@ class Bed:
         return [{"model": self.kind, "kind": "tokens"} | row for row in rows]
 
     def _updates(self, *, n: int) -> dict:
-        """New weights between two responses. Plain decoding gets them after as many tokens of each response."""
+        """New weights on the way: responses before are the old model's, those that start later the new's."""
         params = SamplingParams(n=n, temperature=0.8, max_tokens=self.max_tokens)
         changed = {k: v * 1.1 for k, v in self.model.state_dict().items()}
         engine = self.engine(max_batch=n)
@@ -132,7 +132,9 @@ class Bed:
         return {(r.prompt_id, r.sample_index): r for r in engine.generate(self.prompts, params)}
 
     def chi_square(self, strategy: Strategy, *, count: int, temperature: float, **cut) -> dict:
-        """Second and third token given those before, over all frequent prefixes, against exact probabilities."""
+        """Second and third token given those before, over all frequent prefixes, against exact
+        probabilities.
+        """
         engine = self.engine(max_batch=500, max_model_len=60)
         engine.policy = FixedPolicy(strategy=strategy)
         params = SamplingParams(n=count, temperature=temperature, max_tokens=4, **cut)
@@ -181,7 +183,8 @@ def mutation(bed: Bed, *, count: int) -> list[dict]:
     def wrong(runner, running, draft):
         output = exact(runner, running, draft)
         if draft is not None:
-            output.tokens[:, 0] = torch.where(draft.tokens[:, 1] >= 0, draft.tokens[:, 1], output.tokens[:, 0])
+            first = draft.tokens[:, 1]
+            output.tokens[:, 0] = torch.where(first >= 0, first, output.tokens[:, 0])
         return output
 
     native.step = wrong

@@ -1,10 +1,10 @@
 """Decode speed of the native engine: against transformers.generate, and with every kind of draft.
 
-The target is a small Llama trained here for `--train-seconds` on countdown search traces (or `--model FOLDER`),
-the drafter an EAGLE layer trained on the target's own answers (or `--drafter FOLDER`); `--smollm2 FOLDER`
-adds SmolLM2-135M. All variants of a batch size alternate in one process and medians are compared; a gain of
-speculation is stated against the fastest setting without it, fp32 or bf16. With one thread processor time is
-measured, which load from elsewhere hardly moves; with more, wall-clock time.
+The target is a small Llama trained here for `--train-seconds` on countdown search traces (or `--model
+FOLDER`), the drafter an EAGLE layer trained on the target's own answers (or `--drafter FOLDER`);
+`--smollm2 FOLDER` adds SmolLM2-135M. All variants of a batch size alternate in one process and medians are
+compared; a gain of speculation is stated against the fastest setting without it, fp32 or bf16. With one
+thread processor time is measured, which load from elsewhere hardly moves; with more, wall-clock time.
 """
 
 import argparse

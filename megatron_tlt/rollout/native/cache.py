@@ -3,8 +3,8 @@
 All planes share one division of their rows into equal slots; running requests fill the first slots without
 gaps. Dense slots let a decode step attend by one call over a view, with no copy of keys. The price: when a
 request ends, the last one moves into its slot (one copy of its rows). Under a memory bound the slots are
-shorter than the longest sequence at first, and are divided anew, fewer and longer, when a sequence outgrows its
-slot: the scheduler takes requests out for that and has them recomputed later.
+shorter than the longest sequence at first, and are divided anew, fewer and longer, when a sequence
+outgrows its slot: the scheduler takes requests out for that and has them recomputed later.
 """
 
 from collections.abc import Mapping

@@ -14,8 +14,8 @@ class NativeEngineConfig:
     max_batch: int = 32
     """Most requests that decode at the same time."""
     kv_cache_bytes: int | None = None
-    """Bound on this rank's cache of keys, values and drafter state. Requests that do not fit are preempted and
-    computed again later. None: room for max_batch requests of max_model_len."""
+    """Bound on this rank's cache of keys, values and drafter state. Requests that do not fit are preempted
+    and computed again later. None: room for max_batch requests of max_model_len."""
     max_draft_tokens: int = 16
     """Most draft tokens of one request's verification, and most nodes that a drafter expands for it."""
     prefill_chunk: int = 2048

@@ -82,8 +82,8 @@ class EagleModel:
             x = inner = self.fc(torch.cat((embedded, states), -1))
         table = self.table[batch.positions][:, None]
         inner = self.attention(inner, batch, cache, stride=stride, table=table)
-        self.attention.out.add_to(x, inner)
-        return self.mlp.down.add_to(x, self.mlp.inner(self.norm2(x)))
+        x = self.attention.out.added_to(x, inner)
+        return self.mlp.down.added_to(x, self.mlp.inner(self.norm2(x)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[t, h]` to `[t, v]`, or to an EAGLE-3 drafter's own vocabulary."""
@@ -175,7 +175,8 @@ class EagleRunner:
         self, running: Running, tokens: torch.Tensor, states: torch.Tensor, *, index: int,
         ancestors: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """Draft level `index` (from 0): `tokens` `[b, w]` on outputs `states` `[b, w, h]`; new ones `[b, w, h]`.
+        """Draft level `index` (from 0): `tokens` `[b, w]` on outputs `states` `[b, w, h]`; new ones `[b,
+        w, h]`.
 
         `ancestors` bool `[b, w, (index + 1) * w]`: earlier drafts that a row sees, itself included; None for
         a chain.

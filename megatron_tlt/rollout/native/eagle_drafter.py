@@ -1,8 +1,8 @@
 """Drafting with the EAGLE layer: a chain, a dynamic tree, or a tree with n-gram guesses grafted in.
 
-The dynamic tree is EAGLE-2's (https://arxiv.org/abs/2406.16858, section 4): each level expands the `topk` nodes
-with the best product of probabilities from the root, each into its `topk` likeliest tokens; the best of all
-nodes are verified. A chain (`topk` 1) draws its guesses with the target's own random numbers instead.
+The dynamic tree is EAGLE-2's (https://arxiv.org/abs/2406.16858, section 4): each level expands the `topk`
+nodes with the best product of probabilities from the root, each into its `topk` likeliest tokens; the best
+of all nodes are verified. A chain (`topk` 1) draws its guesses with the target's own random numbers instead.
 
 Legend: b requests, h hidden, k branches, n candidates, v vocabulary.
 """

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from megatron_tlt.ops.linear import native_bf16_gemm
 from megatron_tlt.rollout.native.shape import ModelShape
 
-# Up to so many rows a plain GEMM over [in, out] weights was at least as fast as oneDNN's packed weights:
-# few for a matrix beyond the near caches (such as the head), more for a small one.
-_PLAIN_ROWS_LARGE, _PLAIN_ROWS_SMALL, _SMALL = 2, 16, 1 << 20
+# Up to so many rows a plain GEMM over [in, out] weights was at least as fast as oneDNN's packed weights in
+# float32, for a matrix beyond the near caches (such as the head) and for a small one.
+_SMALL = 1 << 20
+_AVX512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+_PLAIN_ROWS_LARGE, _PLAIN_ROWS_SMALL = (0, 2) if _AVX512 else (2, 16)
 
 
 class Linear:
@@ -57,10 +59,12 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
         return torch.mm(x, self.weight)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """`residual + self(x)`, in place."""
+    def added_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`residual + self(x)`; `residual` may be overwritten."""
         if self.packed is not None and len(x) > self.plain_rows:
-            return residual.add_(self(x))
+            return torch.ops.mkldnn._linear_pointwise.binary(
+                x, residual, self.packed, self.bias, "add"
+            )
         if self.bias is not None:
             residual.add_(self.bias)
         return residual.addmm_(x, self.weight)

@@ -138,14 +138,14 @@ class Layer:
         stride: int,
         table: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Adds attention and MLP to `x` `[t, h]` in place."""
+        """`x` `[t, h]` plus attention and MLP; `x` may be overwritten."""
         inner = self.attention(self.norm1(x), batch, cache, stride=stride, table=table)
-        self._project(x, self.attention.out, inner)
+        x = self._project(x, self.attention.out, inner)
         return self._project(x, self.mlp.down, self.mlp.inner(self.norm2(x)))
 
     def _project(self, x: torch.Tensor, linear: Linear, inner: torch.Tensor) -> torch.Tensor:
         if self.tp.size == 1:
-            return linear.add_to(x, inner)
+            return linear.added_to(x, inner)
         x.add_(self.tp.sum(linear.without_bias(inner)))
         return x if linear.bias is None else x.add_(linear.bias)
 

@@ -90,8 +90,8 @@ class Runner:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All nodes of all trees, each seeing its request's cached positions and its own path.
 
-        `nodes` `[m]` are the places of the real nodes in the flattened grid `[b * t]`; only these are computed.
-        Final states `[m, h]`, features `[m, f]`. Node i's key and value stand at cached position i.
+        `nodes` `[m]` are the places of the real nodes in the flattened grid `[b * t]`; only these are
+        computed. Final states `[m, h]`, features `[m, f]`. Node i's key and value stand at cached position i.
         """
         count, width = draft.tokens.shape
         lengths, kv_len = running.lengths, running.longest + width

@@ -11,7 +11,9 @@ from megatron_tlt.types import OFF, Strategy
 
 
 class Speculation:
-    """Drafters by name: ngram always, subnet for a target of two layers and more, eagle and hybrid with weights."""
+    """Drafters by name: ngram always, subnet for a target of two layers and more, eagle and hybrid with
+    weights.
+    """
 
     def __init__(self, runner: Runner, config: NativeEngineConfig, eagle: EagleModel | None) -> None:
         self.runner, self.config, self.eagle = runner, config, eagle
