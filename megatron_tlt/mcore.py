@@ -1,6 +1,6 @@
 """The seam to megatron-core 0.16.1: import this before any `megatron.core` module.
 
-Four kinds of change, each with the place it mends:
+Five kinds of change, each with the place it mends:
 1. CPU layer (only where there is no CUDA): megatron-core names `device="cuda"` literally in factory calls,
    asks `Tensor.type()` for a CUDA type, and keeps dropout state in CUDA generators.
 2. Checkpoint writing: megatron-core starts a manager process that re-imports the program (seconds, and a
@@ -8,6 +8,7 @@ Four kinds of change, each with the place it mends:
    files itself.
 3. Checkpoint reading: its reader unpickles a checkpoint's index; ours (`mcore_reader.py`) takes its place.
 4. Start-up on CPU: its import does not load torch's compiler.
+5. Without Transformer Engine: recomputing the norms alone asks it for its FP8 state (NameError).
 Its saving and loading of the distributed optimizer's state over torch's AdamW is wrong in four ways (a fresh
 one cannot load, KeyError('step'), one step tensor shared by all parameters, moments of a buffer's last
 parameter lost); `train/optimizer_state.py` does that instead.
@@ -202,5 +203,7 @@ def _write_checkpoints_in_process() -> None:
 
 if not device.is_cuda():
     _install_cpu_layer()
+if not hasattr(tp_random, "FP8GlobalStateManager"):  # named there when Transformer Engine is installed
+    tp_random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)  # its `fp8`, asked by `is not None`
 _write_checkpoints_in_process()
 torch_strategy._get_filesystem_reader = lambda folder, cache_metadata=False: TrustedReader(folder)

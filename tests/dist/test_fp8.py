@@ -108,7 +108,7 @@ LAYOUTS = {
     "full recompute": (1, {"model": {"recompute_granularity": "full"}}),
     "selective recompute, TP2+SP": (
         2, {"parallel": SP2, "model": {"recompute_granularity": "selective",
-                                       "recompute_modules": ["core_attn", "mlp"]}},
+                                       "recompute_modules": ["layernorm", "mlp"]}},
     ),
 }  # fmt: skip
 
