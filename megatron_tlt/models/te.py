@@ -67,7 +67,7 @@ class CheckpointedTERowParallelLinear(TERowParallelLinear):
 
 
 def delayed_state(linear: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Scales `[3]` and amax history `[h, 3]` of a TE linear, as our layers hold them; empty for other recipes.
+    """Scales `[3]` and amax history `[h, 3]` of a TE linear, as our layers hold them; empty for others.
 
     TE saves them as a pickle in `_extra_state`, which no other layout and no other back-end can read.
     """

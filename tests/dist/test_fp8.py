@@ -139,7 +139,7 @@ def test_recipes_whose_scales_know_no_layout_give_one_run_on_all(case):
 
 
 def test_tensorwise_scales_of_a_rank_are_its_own_as_in_transformer_engine():
-    """Each TP rank scales its part of a weight by itself: the runs differ by rounding, below half a percent."""
+    """Each TP rank scales its part of a weight by itself; the runs differ by less than half a percent."""
     expected = on_world(1, {"precision": TENSORWISE})
     ours = on_world(2, {"precision": TENSORWISE, "parallel": SP2})
     assert_close(ours, expected, loss=0.005 * expected[0][0], norm=0.1)
@@ -178,7 +178,7 @@ def test_all_ranks_that_share_a_layer_have_its_scales():
 
 
 def resumed(sections: dict, folder: str, first: int) -> tuple[list, list]:
-    """Save after `first` steps; then the losses of the next ones, by this run and by a fresh one that loads."""
+    """Save after `first` steps; then the losses of the next ones, here and in a fresh run that loads."""
     run = Run(sections)
     for number in range(first):
         run.step(number)

@@ -44,8 +44,8 @@ def recipe_here(name: str):
 
 @pytest.mark.parametrize("name", FP8)
 def test_forward_and_both_gradients_equal_transformer_engines(name):
-    """Same casts, so the results differ by the order of sums and one rounding to bf16. Twice: with the scales of
-    a fresh layer, and of the step after it."""
+    """Same casts, so the results differ by the order of sums and one rounding to bf16. Twice: with the scales
+    of a fresh layer, and of the step after it."""
     pytorch = pytest.importorskip("transformer_engine.pytorch")
     theirs, ours = recipe_here(name)
     generator = torch.Generator().manual_seed(0)

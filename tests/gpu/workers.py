@@ -14,7 +14,7 @@ def gpus() -> int:
     return torch.accelerator.device_count() if device.is_cuda() else 0
 
 
-def run_on_gpus(function: Callable, count: int, *args: object, timeout: float = 300.0, **options) -> list:
+def run_on_gpus(function: Callable, count: int, *args: object, timeout: float = 300.0, **options):
     """`function(*args, **options)` on `count` ranks; the results in rank order. Raises AssertionError with the
     first traceback, or when a rank is late."""
     context, port = torch.multiprocessing.get_context("spawn"), free_port()

@@ -1,4 +1,4 @@
-"""FP8 casts, scales and products against numbers worked out by hand, per-tile loops and torch's own kernel."""
+"""FP8 casts, scales and products against numbers worked out by hand, loops over tiles and torch's kernel."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The FP8 linear layer: its three products, what it keeps for delayed scaling, and its error beside theory."""
+"""The FP8 linear layer: its three products, what it keeps for delayed scaling, its error beside theory."""
 
 import math
 
