@@ -1,4 +1,4 @@
-"""Our own layers on a GPU: against the CPU, by torch's FP8 kernel, over NCCL, and the speed of an FP8 product."""
+"""Our own layers on a GPU: against the CPU, by torch's FP8 kernel, over NCCL, and the speed of a product."""
 
 import statistics
 import time

@@ -15,8 +15,8 @@ def gpus() -> int:
 
 
 def run_on_gpus(function: Callable, count: int, *args: object, timeout: float = 300.0, **options):
-    """`function(*args, **options)` on `count` ranks; the results in rank order. Raises AssertionError with the
-    first traceback, or when a rank is late."""
+    """`function(*args, **options)` on `count` ranks; the results in rank order. Raises AssertionError with a
+    rank's traceback, or when one is late."""
     context, port = torch.multiprocessing.get_context("spawn"), free_port()
     pipes, processes = [], []
     for rank in range(count):
