@@ -24,7 +24,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-sft", type=int, default=20000, help="problems with a search trace")
     parser.add_argument("--num-rl", type=int, default=4000, help="prompts for RL")
     parser.add_argument("--num-eval", type=int, default=128, help="held-out prompts")
-    parser.add_argument("--share-of-four", type=float, default=0.25, help="problems of 4 numbers, not 3")
+    parser.add_argument("--shares", type=float, nargs=3, default=[0.3, 0.5, 0.2],
+                        help="shares of problems with 2, 3 and 4 numbers")  # fmt: skip
     parser.add_argument("--max-number", type=int, default=9)
     parser.add_argument("--max-value", type=int, default=99, help="of targets and results on the way")
     parser.add_argument("--max-trace-chars", type=int, default=1000)
@@ -34,9 +35,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    share = args.share_of_four
     config = CountdownConfig(
-        shares={k: v for k, v in {3: 1 - share, 4: share}.items() if v > 0},
+        shares={count: share for count, share in enumerate(args.shares, 2) if share > 0},
         max_number=args.max_number,
         max_value=args.max_value,
         max_trace_chars=args.max_trace_chars,
