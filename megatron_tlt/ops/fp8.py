@@ -110,10 +110,10 @@ class Quantized:
     """Elements that share a scale; None: all of them."""
 
     def t(self) -> "Quantized":
-        """The transpose, of the same numbers: only a scale that is not bound to rows allows it."""
-        assert self.tile is None or self.tile[0] == self.tile[1], f"tiles {self.tile} are not square"
-        scale_inv = self.scale_inv if self.tile is None else self.scale_inv.t()
-        return replace(self, data=self.data.t(), scale_inv=scale_inv)
+        """The transpose, of the same numbers."""
+        if self.tile is None:
+            return replace(self, data=self.data.t())
+        return Quantized(self.data.t(), self.scale_inv.t(), self.tile[::-1])
 
     def factor(self, dtype: torch.dtype) -> torch.Tensor:
         """`[m, k]` as a GEMM in `dtype` reads it: scaled, if by tiles, and bare otherwise.
@@ -147,8 +147,8 @@ def quantize_tiles(
             f"a [{m}, {k}] matrix cannot be cut into FP8 tiles of {rows} x {columns}: "
             f"its sizes must be multiples of them"
         )
-    tiles = x.reshape(m // rows, rows, k // columns, columns)
-    scale, scale_inv = scaling(tiles.abs().amax(dim=(1, 3)).float(), dtype)
+    tiles = x.float().reshape(m // rows, rows, k // columns, columns)
+    scale, scale_inv = scaling(tiles.abs().amax(dim=(1, 3)), dtype)
     data = cast(tiles, scale[:, None, :, None], dtype)
     return Quantized(data.view(m, k), scale_inv, tile)
 

@@ -84,6 +84,8 @@ class Recipe:
             )
             return square, square.t() if columnwise else None
         scaling = power_of_two_scale if self.name == "blockwise" else e8m0_scale
-        options = {"tile": (1, self.alignment), "scaling": scaling}
-        rows = quantize_tiles(x, dtype, **options)
-        return rows, quantize_tiles(x.t(), dtype, **options) if columnwise else None
+        length = self.alignment
+        along_rows = quantize_tiles(x, dtype, tile=(1, length), scaling=scaling)
+        if not columnwise:
+            return along_rows, None
+        return along_rows, quantize_tiles(x, dtype, tile=(length, 1), scaling=scaling).t()
