@@ -13,6 +13,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _TOP_CANDIDATES = 256
 
+# Streams beside the one that draws a token: a seed xor one of these is another seed.
+DRAFT_STREAM, ACCEPT_STREAM, FINAL_STREAM = 0x5DEECE66D1CE4E5, 0x2545F4914F6CDD1D, 0x3C6EF372FE94F82B
+
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value

@@ -57,17 +57,21 @@ def reject_chain(
     *,
     accept_uniform: torch.Tensor,
     final_uniform: torch.Tensor,
+    drafted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """p/q rejection on sampled chains: (accepted drafts `[b]`, token that follows `[b]`).
 
     `draft_tokens` `[b, k]` drawn from `draft_probs` `[b, k, v]`; `target_probs` `[b, k + 1, v]`;
     uniforms `[b, k]` and `[b]`, independent of the draft's own. After the first rejection the
-    residual is drawn, after none the target at the end of the chain.
+    residual is drawn, after none the target at the end of the chain. `drafted` `[b]` are the chains' own
+    lengths where they differ; `draft_probs` must be 0 beyond them.
     """
     index = draft_tokens[..., None]
     p = target_probs[:, :-1].gather(-1, index).squeeze(-1)
     q = draft_probs.gather(-1, index).squeeze(-1)
     accepted = (accept_uniform * q < p).long().cumprod(-1).sum(-1)  # [b]
+    if drafted is not None:
+        accepted = torch.minimum(accepted, drafted)
     # A zero distribution after the chain makes "residual at k" the plain target there.
     padded = torch.cat((draft_probs, torch.zeros_like(draft_probs[:, :1])), 1)
     at = accepted[:, None, None].expand(-1, 1, target_probs.shape[-1])

@@ -151,12 +151,17 @@ def test_a_perfect_drafter_is_always_accepted(steps):
     assert engine.stats().accept_length == steps + 1
 
 
-@pytest.mark.parametrize("strategy", [CHAIN, TREE, HYBRID, NGRAM], ids=str)
+@pytest.mark.parametrize("verification", ["shared", "rejection"])
+@pytest.mark.parametrize("strategy", [CHAIN, TREE, HYBRID, NGRAM, SUBNET], ids=str)
 @pytest.mark.parametrize("options", [dict(temperature=0.7, top_k=4), dict(temperature=1.0, top_p=0.3)])
-def test_sampled_tokens_follow_the_model(strategy, options):
+def test_sampled_tokens_follow_the_model(strategy, options, verification):
     """Chi-square of the second and third token given what comes before, against transformers' softmax."""
+    if verification == "rejection" and strategy not in (CHAIN, SUBNET):
+        pytest.skip("only sampled chains are rejected")
     model, count = reference("llama"), 1500
-    engine = _eagle_engine(make_drafter(), policy=FixedPolicy(strategy=strategy), max_batch=500)
+    engine = _eagle_engine(
+        make_drafter(), policy=FixedPolicy(strategy=strategy), max_batch=500, verification=verification
+    )
     rollouts = engine.generate(PROMPTS[:1], SamplingParams(n=count, max_tokens=4, **options))
     assert engine.stats().accept_length > 1
     pairs = [(r.tokens[:i], r.tokens[i]) for r in rollouts for i in (1, 2)]

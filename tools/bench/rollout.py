@@ -46,8 +46,13 @@ class Target:
     drafter: Drafter | None
     eos: int | None
 
-    def engine(self, dtype: torch.dtype, batch: int, length: int, policy: StrategyPolicy) -> NativeEngine:
-        sizes = NativeEngineConfig(max_model_len=length, max_batch=batch, dtype=dtype)
+    def engine(
+        self, dtype: torch.dtype, batch: int, length: int, policy: StrategyPolicy, *,
+        verification: str = "shared",
+    ) -> NativeEngine:  # fmt: skip
+        sizes = NativeEngineConfig(
+            max_model_len=length, max_batch=batch, dtype=dtype, verification=verification
+        )
         drafter = None if self.drafter is None else self.drafter.config
         engine = NativeEngine(self.model.config.to_dict(), sizes, policy=policy, drafter=drafter)
         engine.update_weights("target", self.model.state_dict().items(), version=0)
@@ -116,11 +121,16 @@ def theirs(target: Target, prompts: list[Prompt], dtype: torch.dtype, args: argp
         )  # fmt: skip
 
 
-def variants(target: Target) -> dict[str, StrategyPolicy]:
-    """What runs beside plain decoding."""
+def variants(target: Target, *, sampled: bool) -> dict[str, tuple[StrategyPolicy, str]]:
+    """(policy, rule of verification) of everything that is measured; chains by both rules when sampled."""
     arms = [NGRAM, *(EAGLES if target.drafter is not None else [])]
-    found: dict[str, StrategyPolicy] = {str(arm): FixedPolicy(strategy=arm) for arm in arms}
-    return {"off": FixedPolicy(), **found, "bandit": BanditTuner([OFF, *arms])}
+    found: dict[str, tuple[StrategyPolicy, str]] = {"off": (FixedPolicy(), "shared")}
+    for arm in arms:
+        found[str(arm)] = FixedPolicy(strategy=arm), "shared"
+        if sampled and arm.drafter == "eagle" and arm.topk == 1:
+            found[f"{arm} rejection"] = FixedPolicy(strategy=arm), "rejection"
+    found["bandit"] = BanditTuner([OFF, *arms]), "rejection"
+    return found
 
 
 def compare(target: Target, batch: int, args: argparse.Namespace) -> dict:
@@ -129,9 +139,9 @@ def compare(target: Target, batch: int, args: argparse.Namespace) -> dict:
     length = max(len(p.tokens) for p in prompts) + args.tokens
     params = SamplingParams(temperature=args.temperature, max_tokens=args.tokens)
     engines = {
-        (dtype, name): target.engine(DTYPES[dtype], batch, length, policy)
+        (dtype, name): target.engine(DTYPES[dtype], batch, length, policy, verification=rule)
         for dtype in args.dtypes
-        for name, policy in variants(target).items()
+        for name, (policy, rule) in variants(target, sampled=args.temperature > 0).items()
     }
     times: dict[tuple[str, str], list[float]] = {}
     for run in range(args.runs + 1):

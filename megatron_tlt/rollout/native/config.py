@@ -1,6 +1,7 @@
 """Sizes of the embedded engine."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -24,6 +25,10 @@ class NativeEngineConfig:
     """Layers of the target that draft under the strategy "subnet"; empty: the first half."""
     max_ngrams: int = 1 << 22
     """Most n-grams that are remembered over all prompts."""
+    verification: Literal["shared", "rejection"] = "shared"
+    """How chains that a model drafts are accepted. "shared": a draft stays where it is the token that the
+    target draws with that position's own random number, so a response does not depend on speculation.
+    "rejection": p/q rejection sampling, which keeps the distribution but not the very tokens."""
     dtype: torch.dtype = torch.float32
     """Type of weights and cache."""
 
@@ -31,3 +36,5 @@ class NativeEngineConfig:
         for name in ("max_model_len", "max_batch", "max_draft_tokens", "prefill_chunk", "max_ngrams"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.verification not in ("shared", "rejection"):
+            raise ValueError(f"verification={self.verification!r} is neither 'shared' nor 'rejection'")

@@ -28,6 +28,8 @@ class Draft:
     """Largest depth."""
     is_chain: bool
     """Whether every node is the child of the one before it."""
+    probs: torch.Tensor | None = None
+    """`[b, t - 1, v]`, what each guess was drawn from, 0 where there is none: asks for p/q rejection."""
 
     def drafted(self) -> torch.Tensor:
         """Guesses of each request `[b]`, the root not counted."""
@@ -38,11 +40,14 @@ class Draft:
         return torch.where(self.tokens >= 0, self.depths, 0).amax(1)
 
 
-def chain_draft(running: Running, guesses: torch.Tensor, *, total: int) -> Draft | None:
+def chain_draft(
+    running: Running, guesses: torch.Tensor, *, total: int, probs: torch.Tensor | None = None
+) -> Draft | None:
     """Chains `[b, k]` (-1: nothing from there on), cut to the `total` guesses likeliest to survive.
 
     A request's acceptance so far is the survival probability of one position, so a request whose drafts
-    hold gets longer chains than one whose drafts fail. None where nothing is left.
+    hold gets longer chains than one whose drafts fail (what it drafted now plays no role, which rejection
+    needs). `probs` `[b, k, v]` as in `Draft`. None where nothing is left.
     """
     count = guesses.shape[1]
     rates = torch.tensor([min(r.accept_rate, _SUREST) for r in running.requests])
@@ -55,7 +60,9 @@ def chain_draft(running: Running, guesses: torch.Tensor, *, total: int) -> Draft
         return None
     tokens = torch.cat((running.last[:, None], kept[:, :width]), 1)
     depths = torch.arange(width + 1, device=tokens.device).expand_as(tokens)
-    return Draft(tokens, (depths - 1).clamp(min=0), depths, width, is_chain=True)
+    if probs is not None:
+        probs = torch.where((kept[:, :width] >= 0)[..., None], probs[:, :width], 0.0)
+    return Draft(tokens, (depths - 1).clamp(min=0), depths, width, is_chain=True, probs=probs)
 
 
 @dataclass(slots=True)

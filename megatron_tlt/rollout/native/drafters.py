@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_tlt.ops.sampling import sample, uniforms
+from megatron_tlt.ops.sampling import DRAFT_STREAM, inverse_cdf, sample, target_probs, uniforms
 from megatron_tlt.rollout.native.draft import Draft, chain_draft
 from megatron_tlt.rollout.native.request import Running
 from megatron_tlt.rollout.native.runner import Runner
@@ -28,18 +28,34 @@ def node_budget(running: Running, strategy: Strategy) -> int:
     return len(running.requests) * (strategy.num_draft_tokens - 1)
 
 
-def draw_draft(
-    logits: torch.Tensor, running: Running, *, offset: int
-) -> torch.Tensor:
-    """One guess a request `[b]` with the random number that the target will use `offset` tokens ahead.
+class ChainDraw:
+    """Draws the guesses of one chain, and remembers what rejection needs to know of them."""
 
-    That couples the two draws: the closer drafter and target, the likelier they agree at any temperature.
-    """
-    uniform = None
-    if running.sampling.temperature is not None:
-        uniform = uniforms(running.seeds, running.counts + offset)
-    # Repetition penalty is left out: it would only make some guesses better.
-    return sample(logits, running.sampling.without_penalty(), uniform=uniform)
+    def __init__(self, running: Running, *, rejection: bool) -> None:
+        # Repetition penalty is left out: it would only make some guesses better.
+        self.running, self.sampling = running, running.sampling.without_penalty()
+        self.rejection = rejection and running.sampling.temperature is not None
+        self.probs: list[torch.Tensor] = []
+
+    def __call__(self, logits: torch.Tensor, *, offset: int) -> torch.Tensor:
+        """One guess a request `[b]` from `logits` `[b, v]`, `offset` tokens ahead.
+
+        Without rejection with the random number that the target will use, which couples the two draws: the
+        closer drafter and target, the likelier they agree. With rejection independently.
+        """
+        counters = self.running.counts + offset
+        if self.rejection:
+            probs = target_probs(logits, self.sampling)
+            self.probs.append(probs)
+            return inverse_cdf(probs, uniforms(self.running.seeds ^ DRAFT_STREAM, counters))
+        uniform = None
+        if self.sampling.temperature is not None:
+            uniform = uniforms(self.running.seeds, counters)
+        return sample(logits, self.sampling, uniform=uniform)
+
+    def distributions(self) -> torch.Tensor | None:
+        """`[b, k, v]`, or None where nothing is to be rejected."""
+        return torch.stack(self.probs, 1) if self.probs else None
 
 
 class NgramDrafter:
@@ -71,21 +87,25 @@ class SubnetDrafter:
     drafter writes beyond them is overwritten by the verification.
     """
 
-    def __init__(self, runner: Runner, *, layers: Sequence[int]) -> None:
+    def __init__(
+        self, runner: Runner, *, layers: Sequence[int], rejection: bool = False
+    ) -> None:
         total = runner.model.shape.num_layers
         kept = sorted(set(layers))
         if not kept or kept[0] < 0 or kept[-1] >= total or len(kept) == total:
             raise ValueError(
                 f"subnet layers {list(layers)}: name some, not all, of the layers 0 to {total - 1}"
             )
-        self.runner, self.layers = runner, kept
+        self.runner, self.layers, self.rejection = runner, kept, rejection
 
     def propose(self, running: Running, strategy: Strategy, *, levels: int) -> Draft | None:
         token, guesses = running.last, []
+        draw = ChainDraw(running, rejection=self.rejection)
         for offset in range(levels):
             final = self.runner.draft(running, token, offset=offset, layers=self.layers)
-            token = draw_draft(self.runner.model.logits(final), running, offset=offset)
+            token = draw(self.runner.model.logits(final), offset=offset)
             guesses.append(token)
         return chain_draft(
-            running, torch.stack(guesses, 1), total=node_budget(running, strategy)
-        )
+            running, torch.stack(guesses, 1), total=node_budget(running, strategy),
+            probs=draw.distributions(),
+        )  # fmt: skip

@@ -92,6 +92,13 @@ class EagleModel:
     def target_tokens(self, draft: torch.Tensor) -> torch.Tensor:
         return self.draft_tokens[draft] if self.eagle3 else draft
 
+    def target_probs(self, probs: torch.Tensor) -> torch.Tensor:
+        """Distributions over the drafter's vocabulary, `[b, k, v]` over the target's."""
+        if not self.eagle3:
+            return probs
+        whole = probs.new_zeros(*probs.shape[:-1], self.config.vocab_size)
+        return whole.index_copy_(-1, self.draft_tokens, probs)
+
 
 class EagleRunner:
     """The drafter over its plane of the slot cache."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_tlt.rollout.native.draft import Candidates, Draft, chain_draft, tree_draft
-from megatron_tlt.rollout.native.drafters import draw_draft, ngram_guesses, node_budget
+from megatron_tlt.rollout.native.drafters import ChainDraw, ngram_guesses, node_budget
 from megatron_tlt.rollout.native.eagle import EagleRunner, tempered_log_probs
 from megatron_tlt.rollout.native.request import Running
 from megatron_tlt.rollout.native.runner import FEATURES
@@ -23,8 +23,11 @@ from megatron_tlt.types import Strategy
 class EagleDrafter:
     """Chains and trees of one EAGLE layer; `hybrid` grafts n-gram guesses into the tree."""
 
-    def __init__(self, runner: EagleRunner, *, max_nodes: int, hybrid: bool = False) -> None:
+    def __init__(
+        self, runner: EagleRunner, *, max_nodes: int, hybrid: bool = False, rejection: bool = False
+    ) -> None:
         self.runner, self.max_nodes, self.hybrid = runner, max_nodes, hybrid
+        self.rejection = rejection
         self.model = runner.model
 
     def propose(self, running: Running, strategy: Strategy, *, levels: int) -> Draft | None:
@@ -52,21 +55,22 @@ class EagleDrafter:
         self, running: Running, strategy: Strategy, state: torch.Tensor, *, levels: int,
         ready: list[bool],
     ) -> Draft | None:  # fmt: skip
-        guesses = []
+        guesses, draw = [], ChainDraw(running, rejection=self.rejection)
         for index in range(levels):
             if index:
                 state = self.runner.level(
                     running, guesses[-1][:, None], state[:, None], index=index - 1, ancestors=None
                 )[:, 0]
-            logits = self.model.logits(state)
-            guesses.append(self._guess(logits, running, offset=index))
+            guess = draw(self.model.logits(state), offset=index)
+            guesses.append(self.model.target_tokens(guess))
         chain = torch.stack(guesses, 1)
         if not all(ready):
             chain[torch.tensor([not r for r in ready], device=chain.device)] = -1
-        return chain_draft(running, chain, total=node_budget(running, strategy))
-
-    def _guess(self, logits: torch.Tensor, running: Running, *, offset: int) -> torch.Tensor:
-        return self.model.target_tokens(draw_draft(logits, running, offset=offset))
+        probs = draw.distributions()
+        return chain_draft(
+            running, chain, total=node_budget(running, strategy),
+            probs=None if probs is None else self.model.target_probs(probs),
+        )  # fmt: skip
 
     def _tree(
         self, running: Running, strategy: Strategy, state: torch.Tensor, *, levels: int

@@ -21,15 +21,18 @@ class Speculation:
         layers = runner.model.shape.num_layers
         if layers > 1:
             kept = config.subnet_layers or range(layers // 2)
-            self.drafters["subnet"] = SubnetDrafter(runner, layers=kept)
+            self.drafters["subnet"] = SubnetDrafter(
+                runner, layers=kept, rejection=config.verification == "rejection"
+            )
 
     def enable_eagle(self) -> None:
         """The drafter's weights are there: offer eagle and hybrid."""
         drafter = EagleRunner(self.eagle, self.runner.cache, chunk=self.config.prefill_chunk)
         for name, hybrid in (("eagle", False), ("hybrid", True)):
             self.drafters[name] = EagleDrafter(
-                drafter, max_nodes=self.config.max_draft_tokens, hybrid=hybrid
-            )
+                drafter, max_nodes=self.config.max_draft_tokens, hybrid=hybrid,
+                rejection=self.config.verification == "rejection",
+            )  # fmt: skip
 
     def agree(self, strategy: Strategy) -> Strategy:
         """With tensor parallelism every rank runs the first rank's choice."""

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_tlt.ops.sampling import SamplingTensors, sample, token_log_probs, uniforms
-from megatron_tlt.ops.speculative import accepted_path, match_tree
+from megatron_tlt.ops.sampling import (
+    ACCEPT_STREAM,
+    FINAL_STREAM,
+    SamplingTensors,
+    penalize,
+    sample,
+    target_probs,
+    token_log_probs,
+    uniforms,
+)
+from megatron_tlt.ops.speculative import accepted_path, match_tree, reject_chain
 from megatron_tlt.rollout.native.draft import Draft
 from megatron_tlt.rollout.native.request import Running
 from megatron_tlt.rollout.native.runner import FEATURES, TARGET, Runner
@@ -44,7 +53,7 @@ def step(runner: Runner, running: Running, draft: Draft | None) -> StepOutput:
     """Run the target over the last token and the draft, and accept what agrees.
 
     The rule is the shared-randomness rule of `ops.speculative`: a node stays where its whole path is what the
-    target draws. Keys, values and features of the accepted path end up where plain decoding would have put
+    target draws; or p/q rejection for a chain that says what it was drawn from. Keys, values and features of the accepted path end up where plain decoding would have put
     them.
     """
     return _plain(runner, running) if draft is None else _verify(runner, running, draft)
@@ -73,8 +82,13 @@ def _verify(runner: Runner, running: Running, draft: Draft) -> StepOutput:
     seen = None
     if sampling.repetition_penalty is not None:
         seen = _seen(running, draft)[nodes]
+    logits = runner.model.logits(final)
+    if draft.probs is not None:
+        drawn, log_probs, lengths = _reject(running, draft, logits, sampling, nodes=nodes, seen=seen)
+        _keep_path(runner, running, draft.depths, lengths, nodes=nodes, features=features)
+        return StepOutput(drawn, log_probs, lengths)
     drawn, log_probs = draw(
-        runner.model.logits(final), sampling, seeds=running.seeds[owner], counters=counters, seen=seen
+        logits, sampling, seeds=running.seeds[owner], counters=counters, seen=seen
     )
     drawn, log_probs = (_grid(x, nodes, shape) for x in (drawn, log_probs))
     accepted = match_tree(draft.tokens, draft.parents, drawn, depth=draft.levels)
@@ -85,6 +99,32 @@ def _verify(runner: Runner, running: Running, draft: Draft) -> StepOutput:
         drawn, log_probs = drawn.gather(1, path), log_probs.gather(1, path)
     _keep_path(runner, running, path, lengths, nodes=nodes, features=features)
     return StepOutput(drawn, log_probs, lengths)
+
+
+def _reject(
+    running: Running, draft: Draft, logits: torch.Tensor, sampling: SamplingTensors, *,
+    nodes: torch.Tensor, seen: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """p/q rejection of chains: tokens and log-probs `[b, t]`, and how many of them are emitted `[b]`."""
+    shape, columns = draft.tokens.shape, torch.arange(draft.tokens.shape[1] - 1, device=nodes.device)
+    shaped = logits
+    if sampling.repetition_penalty is not None:
+        shaped = penalize(logits, seen=seen, penalty=sampling.repetition_penalty)
+    probs = target_probs(shaped, sampling)
+    whole = probs.new_zeros(shape.numel(), probs.shape[-1]).index_copy_(0, nodes, probs)
+    drafted = draft.drafted()
+    places = running.counts[:, None] + columns
+    accepted, last = reject_chain(
+        draft.tokens[:, 1:].clamp(min=0), draft.probs, whole.view(*shape, -1),
+        accept_uniform=uniforms((running.seeds ^ ACCEPT_STREAM)[:, None], places),
+        final_uniform=uniforms(running.seeds ^ FINAL_STREAM, running.counts), drafted=drafted,
+    )  # fmt: skip
+    tokens = torch.cat((draft.tokens[:, 1:].clamp(min=0), torch.zeros_like(last)[:, None]), 1)
+    tokens.scatter_(1, accepted[:, None], last[:, None])
+    log_probs = token_log_probs(
+        logits, tokens.flatten()[nodes], temperature=sampling.temperature
+    )
+    return tokens, _grid(log_probs, nodes, shape), accepted + 1
 
 
 def _grid(values: torch.Tensor, nodes: torch.Tensor, shape: torch.Size) -> torch.Tensor:
