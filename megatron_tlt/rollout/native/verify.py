@@ -52,9 +52,9 @@ def draw(
 def step(runner: Runner, running: Running, draft: Draft | None) -> StepOutput:
     """Run the target over the last token and the draft, and accept what agrees.
 
-    The rule is the shared-randomness rule of `ops.speculative`: a node stays where its whole path is what the
-    target draws; or p/q rejection for a chain that says what it was drawn from. Keys, values and features of the accepted path end up where plain decoding would have put
-    them.
+    The rule is the shared-randomness rule of `ops.speculative`: a node stays where its whole path is what
+    the target draws; or p/q rejection for a chain that says what it was drawn from. Keys, values and
+    features of the accepted path end up where plain decoding would have put them.
     """
     return _plain(runner, running) if draft is None else _verify(runner, running, draft)
 
