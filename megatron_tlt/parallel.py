@@ -65,6 +65,10 @@ class ParallelConfig:
         ):
             if size != 1:
                 raise ValueError(f"parallel.{name}={size} is not supported: leave it at 1")
+        if not self.distributed_timeout_minutes > 0:
+            raise ValueError(
+                f"parallel.distributed_timeout_minutes={self.distributed_timeout_minutes} must be above 0"
+            )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
                 "parallel.sequence_parallel needs tensor_model_parallel_size > 1, got 1: "

@@ -58,11 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(plan, flush=True)
     if flags.get("dry_run"):
         return 0
+    return train(config, stop)
+
+
+def train(config: PretrainConfig, stop: StopRequests) -> int:
+    """What `main` does once the configuration is read and checked; returns the exit code."""
     with stop.listening():
-        return _train(config, stop)
+        return _join_and_run(config, stop)
 
 
-def _train(config: PretrainConfig, stop: StopRequests) -> int:
+def _join_and_run(config: PretrainConfig, stop: StopRequests) -> int:
     watchdog = Watchdog(config.timeouts, stacks=config.log_dir / "stacks")
     try:
         parallel = init_parallel(config.parallel, seed=config.training.seed)

@@ -1,6 +1,6 @@
 """A fault campaign over tiny two-rank runs: kill them at random, damage their checkpoints, lose nothing.
 
-    python -m tools.prove_durability [--kills 100] [--corruptions 50] [--seed 1] [--output DIR]
+    python -m tools.prove_durability [--kills 100] [--corruptions 50] [--jobs 1] [--seed 1] [--output DIR]
 
 Each run trains a tiny model on two ranks to its last iteration, with a checkpoint every two iterations,
 synchronous and asynchronous in turn. While it runs, one random rank gets SIGKILL or SIGTERM at a random
@@ -9,32 +9,41 @@ newest checkpoint may be damaged: one file truncated, one bit flipped, or one fi
 every start: the run resumed from the newest checkpoint that is whole by its checksums (`lost` counts when
 not), a damaged one was skipped with its file named, and the ranks ended in time (`hung`). Checked after every
 run: weights and moments are bit-equal to those of an uninterrupted run. Exit code 1 unless all of it holds.
+The ranks are forked from a server that has imported everything (`tools/ranks.py`) and read the configuration.
 """
 
 import argparse
+import functools
 import random
 import re
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from megatron_tlt.config import build_parser, parse
 from megatron_tlt.parallel import ParallelConfig, init_parallel
-from megatron_tlt.pretrain import main as pretrain_main
+from megatron_tlt.pretrain import train
 from megatron_tlt.train.checkpoint import iteration_folder, published_iterations
+from megatron_tlt.train.config import PretrainConfig
 from megatron_tlt.train.manifest import problems_in, read_manifest
-from megatron_tlt.train.stop import EXIT_SAVED
+from megatron_tlt.train.stop import EXIT_SAVED, StopRequests
 from tools.bench.common import RESULTS, command_line, write_result
 from tools.ranks import Ranks
 
 import torch
+from jsonargparse import ArgumentParser
 from megatron.core.dist_checkpointing import load_plain_tensors
 
-_ITERATIONS = 24
+_ITERATIONS = 16
+_ONE_AT_A_TIME = threading.Lock()
+"""The parser, and this process's world of one, serve one campaign at a time."""
 _SECONDS_PER_START = 300.0
 _RESUMED = re.compile(r"resuming from \S*iter_(\d+)")
 
@@ -79,11 +88,12 @@ class Campaign:
     """Runs with faults; see the module's description."""
 
     def __init__(self, folder: Path, *, seed: int) -> None:
+        folder.mkdir()
         self._folder, self._random, self.tally = folder, random.Random(seed), Tally()
         self._references: dict[bool, dict[str, torch.Tensor]] = {}
         self._logs = 0
 
-    def run(self, *, kills: int, corruptions: int) -> None:
+    def run(self, *, kills: int, corruptions: int) -> Tally:
         """Runs until both numbers are reached."""
         tally = self.tally
         while tally.kills < kills or tally.corruptions < corruptions:
@@ -95,6 +105,7 @@ class Campaign:
                 f"{tally.hung}, bit-equal {tally.runs_bit_equal} of {tally.runs}",
                 flush=True,
             )
+        return tally
 
     def _one_run(self, folder: Path, *, async_save: bool, kills: int, corruptions: int) -> None:
         tally, damaged, codes = self.tally, None, None
@@ -128,8 +139,10 @@ class Campaign:
         return read_tensors(iteration_folder(folder, _ITERATIONS))
 
     def _ranks(self, folder: Path, async_save: bool, log: Path) -> Ranks:
-        options = arguments(folder, async_save=async_save)
-        return Ranks(pretrain_main, (options,), world_size=2, log=log)
+        with _ONE_AT_A_TIME:
+            options = arguments(folder, async_save=async_save)
+            config, _ = parse(_parser(), PretrainConfig, options)
+        return Ranks(_rank, (config,), world_size=2, log=log)
 
     def _start(self, folder: Path, *, async_save: bool, damaged: Path | None, fault: bool) -> list[int]:
         tally = self.tally
@@ -173,7 +186,7 @@ class Campaign:
         if moment == "start":
             _wait(ranks, lambda: False, seconds=chance.uniform(0.0, 2.0))
         else:
-            steps = chance.randrange(1, 10)
+            steps = chance.randrange(1, 7)
             _wait(ranks, lambda: log.exists() and log.read_bytes().count(b"] iteration ") >= steps)
         if moment == "step":
             time.sleep(chance.uniform(0.0, 0.1))
@@ -218,13 +231,35 @@ def _wait(ranks: Ranks, until: Callable[[], bool], *, seconds: float = _SECONDS_
     """Return when `until` holds, a rank has ended or time is up."""
     deadline = time.monotonic() + seconds
     while ranks.running() and not until() and time.monotonic() < deadline:
-        time.sleep(0.001)
+        time.sleep(0.004)
+
+
+def _rank(config: PretrainConfig) -> int:
+    return train(config, StopRequests())
+
+
+@functools.cache
+def _parser() -> ArgumentParser:
+    return build_parser(PretrainConfig, prog="megatron_tlt.pretrain", description="")
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, in this process as a world of one."""
-    init_parallel(ParallelConfig(), seed=1)
-    return load_plain_tensors(str(folder))
+    with _ONE_AT_A_TIME:
+        init_parallel(ParallelConfig(), seed=1)
+        return load_plain_tensors(str(folder))
+
+
+def merged(tallies: list[Tally]) -> Tally:
+    """The sum of what several campaigns have counted."""
+    total = Tally()
+    for tally in tallies:
+        for name, value in asdict(tally).items():
+            if name == "by_signal":
+                total.by_signal = {n: total.by_signal[n] + value[n] for n in value}
+            else:
+                setattr(total, name, getattr(total, name) + value)
+    return total
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -233,14 +268,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--corruptions", type=int, default=50)
+    parser.add_argument("--jobs", type=int, default=1, help="campaigns side by side")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of durability.json")
     args = parser.parse_args(argv)
     began = time.monotonic()
+    share = {"kills": -(-args.kills // args.jobs), "corruptions": -(-args.corruptions // args.jobs)}
     with tempfile.TemporaryDirectory(prefix="durability_") as folder:
-        campaign = Campaign(Path(folder), seed=args.seed)
-        campaign.run(kills=args.kills, corruptions=args.corruptions)
-    tally = campaign.tally
+        campaigns = [Campaign(Path(folder, str(job)), seed=args.seed + job) for job in range(args.jobs)]
+        with ThreadPoolExecutor(args.jobs) as threads:
+            tally = merged(list(threads.map(lambda campaign: campaign.run(**share), campaigns)))
     summary = {
         "kills": tally.kills,
         "lost": tally.lost,

@@ -76,7 +76,7 @@ class Ranks:
                 failed_at = now
             if failed_at is not None and now - failed_at > _SECONDS_AFTER_FAILURE:
                 self.kill()
-            time.sleep(0.005)
+            time.sleep(0.02)
         return [process.exitcode for process in self.processes]
 
     def kill(self) -> None:

@@ -19,6 +19,7 @@ from megatron_tlt.data.tokenizer import Tokenizer, require_eod
 
 SPLITS = ("train", "valid", "test")
 _MOCK = "mock"
+_LOOKS, _TOKENS_PER_LOOK = 16, 4096
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,7 +146,22 @@ def _open(prefix: str, tokenizer: Tokenizer) -> TokenSource:
     if prefix == _MOCK:
         return MockTokens(vocab_size=tokenizer.vocab_size, eod=tokenizer.eod)
     check_tokenizer(prefix, tokenizer)
-    return IndexedDataset(prefix)
+    dataset = IndexedDataset(prefix)
+    _check_ids(dataset, prefix, tokenizer)
+    return dataset
+
+
+def _check_ids(dataset: IndexedDataset, prefix: str, tokenizer: Tokenizer) -> None:
+    """A look at a few places, which finds files of another tokenizer; tools/inspect_data.py reads all."""
+    places = np.linspace(0, len(dataset) - 1, min(len(dataset), _LOOKS)).astype(int)
+    for place in places.tolist():
+        length = min(int(dataset.sequence_lengths[place]), _TOKENS_PER_LOOK)
+        ids = dataset.get(place, 0, length)
+        if length and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+            raise ValueError(
+                f"{prefix} holds ids {ids.min()}..{ids.max()} in sequence {place}, the tokenizer has 0.."
+                f"{tokenizer.vocab_size - 1}: preprocess the data with this tokenizer, or give its own"
+            )
 
 
 def _plan(

@@ -124,10 +124,10 @@ def _from_transformers(name: str) -> tuple[tokenizers.Tokenizer, dict[str, str |
 
     try:
         loaded = AutoTokenizer.from_pretrained(name)
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, ValueError) as error:
         raise ValueError(
             f"--tokenizer-model {name} is no tokenizer.json, no folder with one, and no tokenizer "
-            f"that transformers can load: {error}"
+            f"that transformers can load: {' '.join(str(error).split())[:200]}"
         ) from error
     if not loaded.is_fast:
         raise ValueError(

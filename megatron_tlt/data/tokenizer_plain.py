@@ -36,6 +36,8 @@ class NullTokenizer:
     """Text is numbers between blanks. End of document is `vocab_size`, as in Megatron."""
 
     def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise ValueError(f"--vocab-size {vocab_size} of a NullTokenizer must be at least 1")
         self.vocab_size = vocab_size + 1
         self.eod = self.eos = vocab_size
         self.pad = self.bos = None

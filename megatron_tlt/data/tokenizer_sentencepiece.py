@@ -24,7 +24,12 @@ class SentencePieceTokenizer:
             raise ValueError(
                 f"--tokenizer-model {model_file} is no file: want a SentencePiece .model"
             )
-        self._model = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+        except RuntimeError as error:
+            raise ValueError(
+                f"--tokenizer-model {model_file} is damaged or no SentencePiece .model file"
+            ) from error
         self.vocab_size = self._model.vocab_size()
         pieces = [self._model.id_to_piece(i) for i in range(self.vocab_size)]
         self.bos = _id_or_none(self._model.bos_id())

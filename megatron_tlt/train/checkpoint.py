@@ -16,6 +16,7 @@ from megatron_tlt.train.checkpoint_format import (
     CheckpointConfig,
     TrainState,
     check_identity,
+    check_save_folder,
     complete_iterations,
     iteration_folder,
     kept_tensors,
@@ -35,7 +36,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 __all__ = [
     "STATE_FILE", "TRACKER", "CheckpointConfig", "CheckpointSaver", "TrainState", "check_identity",
-    "complete_iterations", "find_checkpoint", "iteration_folder", "load_checkpoint",
+    "check_save_folder", "complete_iterations", "find_checkpoint", "iteration_folder", "load_checkpoint",
     "published_iterations", "read_train_state", "save_checkpoint",
 ]  # fmt: skip
 

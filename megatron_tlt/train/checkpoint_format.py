@@ -8,6 +8,7 @@ Megatron writes it.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -96,6 +97,18 @@ class TrainState:
     """Subnet schedule and meters; empty for a dense run."""
     seed: int = 0
     config: dict[str, object] = field(default_factory=dict)
+
+
+def check_save_folder(folder: str | None) -> None:
+    """Make the folder of `checkpoint.save`. Raises ValueError when it cannot be written to."""
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"checkpoint.save={folder} is not a folder and cannot be made: {error}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"checkpoint.save={folder} cannot be written to: check its permissions")
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:

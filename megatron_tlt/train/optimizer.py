@@ -73,6 +73,7 @@ class OptimizerConfig:
         self._check()
 
     def _check(self) -> None:
+        self._check_ranges()
         if not 0.0 <= self.min_lr <= self.lr:
             raise ValueError(f"optimizer.min_lr={self.min_lr} must be in [0, lr={self.lr}]")
         if self.lr_warmup_fraction is not None and self.lr_warmup_iters:
@@ -95,6 +96,21 @@ class OptimizerConfig:
             raise ValueError("optimizer.overlap_param_gather needs use_distributed_optimizer=true")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError("optimizer.overlap_param_gather needs overlap_grad_reduce=true")
+
+    def _check_ranges(self) -> None:
+        for name in ("lr", "lr_warmup_init", "lr_warmup_iters", "clip_grad", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be a number, at least 0")
+        for name in ("adam_beta1", "adam_beta2", "lr_warmup_fraction"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"optimizer.{name}={value} must be in [0, 1)")
+        for name in ("lr_decay_iters", "lr_wsd_decay_iters", "ddp_bucket_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"optimizer.{name}={value} must be at least 1")
+        if not self.adam_eps > 0:
+            raise ValueError(f"optimizer.adam_eps={self.adam_eps} must be above 0")
 
     def schedule_iters(self, train_iters: int) -> tuple[int, int]:
         """(decay, warm-up) iterations. Raises ValueError when the warm-up does not fit."""

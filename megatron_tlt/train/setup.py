@@ -15,6 +15,7 @@ from megatron_tlt.train.batch_size import BatchSchedule
 from megatron_tlt.train.checkpoint import (
     TrainState,
     check_identity,
+    check_save_folder,
     find_checkpoint,
     load_checkpoint,
     read_train_state,
@@ -60,6 +61,7 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
     Raises ValueError for bad input before anything large is built.
     """
     config.check(parallel.world_size)
+    check_save_folder(config.checkpoint.save)
     checkpoint = find_checkpoint(config.checkpoint)
     tokenizer = build_tokenizer(config.tokenizer)
     saved = None if checkpoint is None else read_train_state(checkpoint)

@@ -128,7 +128,8 @@ class Watchdog:
         if not self._thread.is_alive():
             return
         # Not under Python's control: it ends the process although the interpreter is stuck.
-        faulthandler.dump_traceback_later(getattr(self._limits, name) + _GRACE, exit=True)
+        limit = getattr(self._limits, name) + _GRACE
+        faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
 
     def _place(self) -> Place:
         return Place(
@@ -225,7 +226,7 @@ class Watchdog:
 
     def _dump_stacks(self) -> None:
         if self._stacks is None:
-            faulthandler.dump_traceback(all_threads=True)
+            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
             return
         self._stacks.mkdir(parents=True, exist_ok=True)
         with open(self._stacks / f"rank_{self._rank}.txt", "w", encoding="utf-8") as stream:
