@@ -15,7 +15,7 @@ from megatron_tlt.files import write_json
 SPLITS = ("train", "valid", "test")
 MANIFEST = "manifest.json"
 # Of 100 documents, by the hash of their text.
-_VALID_SHARE, _TEST_SHARE = 3, 3
+_VALID_SHARE, _TEST_SHARE = 10, 3
 _NOT_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
 
