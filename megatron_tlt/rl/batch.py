@@ -28,9 +28,11 @@ class Shard:
     mask: torch.Tensor
     """1 at response tokens that count."""
     rollout_log_probs: torch.Tensor
-    old_log_probs: torch.Tensor
-    ref_log_probs: torch.Tensor | None
     advantages: torch.Tensor
+    old_log_probs: torch.Tensor | None = None
+    """None: not computed yet."""
+    entropy: torch.Tensor | None = None
+    ref_log_probs: torch.Tensor | None = None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -153,7 +155,5 @@ def _shard(batch: MicroBatch, samples: Sequence[Sample], shaped: ShapedRewards) 
         batch=batch,
         mask=batch.scatter(counted),
         rollout_log_probs=batch.scatter(rollout),
-        old_log_probs=batch.scatter([0 * x for x in rollout]),
-        ref_log_probs=None,
         advantages=batch.scatter([0 * x for x in rollout]),
     )

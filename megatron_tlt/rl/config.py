@@ -78,6 +78,8 @@ class RlTrainingConfig:
     """Passes over the responses of a step."""
     max_tokens_per_gpu: int = 8192
     """Tokens of one packed micro-batch, at most."""
+    reuse_forward: bool = True
+    """With one update a step, take old log-probabilities from its own forward pass, not from one before."""
     seed: int = 1234
     """Seed of prompt order and of the draws."""
     bf16: bool = False

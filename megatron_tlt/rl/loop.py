@@ -8,7 +8,6 @@ from megatron_tlt.rl.batch import BatchLayout, build_train_batch
 from megatron_tlt.rl.dump import Sample, read_dump, write_dump
 from megatron_tlt.rl.generation import Collection
 from megatron_tlt.rl.metrics import (
-    check_mismatch,
     length_metrics,
     repetition_fraction,
     reward_metrics,
@@ -91,7 +90,6 @@ def update(run: RlRun, samples: list[Sample]) -> Metrics:
     with run.clock("log_probs"):
         batch = build_train_batch(samples, config.algorithm, layout, parallel=run.parallel)
         metrics = trainer.score(batch)
-        check_mismatch(metrics, threshold=config.algorithm.max_logprob_diff)
         metrics |= trainer.fill_advantages(batch)
     with run.clock("update"):
         metrics |= trainer.update(batch)

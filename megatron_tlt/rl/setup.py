@@ -186,6 +186,7 @@ def _build_trainer(config: RlConfig, parallel: Parallel, policy: Policy) -> Poli
         temperature=config.rollout.temperature,
         num_epochs=config.training.num_epochs,
         reference=reference,
+        reuse_forward=config.training.reuse_forward,
     )
 
 

@@ -6,7 +6,7 @@ forward and backward pass over packed micro-batches. Everything that layouts cou
 of the global batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron_tlt.models.gpt import GPT
@@ -23,7 +23,7 @@ from megatron_tlt.rl.algorithms import (
     token_advantages_of,
 )
 from megatron_tlt.rl.batch import Shard, TrainBatch
-from megatron_tlt.rl.metrics import mismatch_metrics, mismatch_sums
+from megatron_tlt.rl.metrics import check_mismatch, mismatch_metrics, mismatch_sums
 from megatron_tlt.rl.policy_loss import PolicyTokens, policy_loss
 from megatron_tlt.train.optimizer import gathered_parameters
 from megatron_tlt.train.packed import PackedStep, packed_train_step, run_packed
@@ -56,24 +56,44 @@ class PolicyTrainer:
     num_epochs: int
     reference: list[GPT] | None
     """None: no KL is asked for."""
+    reuse_forward: bool = True
+    """With a single update a step, take old log-probabilities from its own forward pass."""
 
     def score(self, batch: TrainBatch) -> Metrics:
-        """Fill old and reference log-probabilities; returns how they compare with the engine's.
+        """Fill old and reference log-probabilities; returns how the old ones compare with the engine's.
 
-        Collective over the world.
+        Where the update's own forward pass gives the old ones (`scores_while_updating`), `update` fills and
+        compares them. Collective over the world. Raises MismatchError on every rank.
         """
-        shards = batch.shards
-        with gathered_parameters(self.chunks):
-            scored = self._forward(self.chunks, shards)
-        for shard, (log_probs, _) in zip(shards, scored):
-            shard.old_log_probs = log_probs
-        entropies = [entropy for _, entropy in scored]
+        shards, metrics = batch.shards, {}
+        if not self.scores_while_updating(batch):
+            with gathered_parameters(self.chunks):
+                scored = self._forward(self.chunks, shards)
+            for shard in shards:
+                shard.old_log_probs = shard.entropy = torch.zeros_like(shard.mask)
+            for shard, (log_probs, entropy) in zip(shards, scored):
+                shard.old_log_probs, shard.entropy = log_probs, entropy
+            metrics = self._score_metrics(shards if scored else [])
+            check_mismatch(metrics, threshold=self.config.max_logprob_diff)
         if self.reference is not None:
             for shard in shards:
-                shard.ref_log_probs = torch.zeros_like(shard.old_log_probs)
+                shard.ref_log_probs = torch.zeros_like(shard.mask)
             for shard, (log_probs, _) in zip(shards, self._forward(self.reference, shards)):
                 shard.ref_log_probs = log_probs
-        return self._score_metrics(shards if scored else [], entropies)
+        return metrics
+
+    def scores_while_updating(self, batch: TrainBatch) -> bool:
+        """Whether old and new policy are the same in the only forward pass of the step.
+
+        Not with several updates or epochs, with KL in the reward (it is needed before), or with dropout.
+        """
+        model = self.chunks[0].config
+        return (
+            self.reuse_forward
+            and self.num_epochs == len(batch.updates) == 1
+            and self.config.kl_coef == 0
+            and model.hidden_dropout == model.attention_dropout == 0
+        )
 
     @torch.no_grad()
     def _forward(
@@ -95,12 +115,13 @@ class PolicyTrainer:
         batches = [shard.batch for shard in shards]
         return run_packed(chunks, batches, function, parallel=self.parallel, forward_only=True)
 
-    def _score_metrics(self, shards: list[Shard], entropies: list[torch.Tensor]) -> Metrics:
+    def _score_metrics(self, shards: list[Shard]) -> Metrics:
+        """Of `shards`, none off the last stage; collective over the world."""
         sums = torch.zeros(5, dtype=torch.float64)
         extra = {"tokens": 0.0, "log_probs": 0.0, "entropy": 0.0, "ref_log_probs": 0.0, "kl": 0.0}
-        for shard, entropy in zip(shards, entropies, strict=True):
+        for shard in shards:
             present = shard.batch.response_mask > 0
-            old = shard.old_log_probs
+            old, entropy = shard.old_log_probs, shard.entropy
             found = mismatch_sums(old, shard.rollout_log_probs, shard.batch.response_mask).cpu()
             largest = torch.maximum(sums[4], found[4])
             sums += found
@@ -185,6 +206,8 @@ class PolicyTrainer:
         """
         for chunk in self.chunks:
             chunk.train()
+        if self.scores_while_updating(batch):
+            return self._update_and_score(batch)
         results: list[Metrics] = []
         for _ in range(self.num_epochs):
             for shards, counts in zip(batch.updates, batch.counts, strict=True):
@@ -194,20 +217,41 @@ class PolicyTrainer:
             f"train/{name}": sum(r.get(name, 0.0) for r in results) / len(results) for name in names
         }
 
-    def _update(self, shards: list[Shard], counts: GlobalCounts) -> Metrics:
+    def _update_and_score(self, batch: TrainBatch) -> Metrics:
+        """The only update of a step, which compares with the engine before the optimizer steps."""
+        (shards,), (counts,), scores = batch.updates, batch.counts, {}
+
+        def too_different(reports: list) -> bool:
+            scores.update(self._score_metrics(shards if reports else []))
+            limit = self.config.max_logprob_diff
+            return limit > 0 and not scores["train/train_rollout_logprob_abs_diff"] <= limit
+
+        metrics = self._update(shards, counts, veto=too_different)
+        check_mismatch(scores, threshold=self.config.max_logprob_diff)
+        return {f"train/{name}": value for name, value in metrics.items()} | scores
+
+    def _update(
+        self,
+        shards: list[Shard],
+        counts: GlobalCounts,
+        *,
+        veto: Callable[[list], bool] | None = None,
+    ) -> Metrics:
         step = packed_train_step(
             self.chunks,
             self.optimizer,
             [shard.batch for shard in shards],
             lambda number, logits: self._loss(shards[number], counts, logits),
             parallel=self.parallel,
+            veto=veto,
         )
         metrics = self._sum_reports(step)
-        if not step.updated:
+        if not step.finite:
             raise NonFiniteUpdateError(
                 f"loss {metrics.get('loss')}, gradient norm {step.grad_norm}: the update was not made"
             )
-        self.scheduler.step(increment=1)
+        if step.updated:
+            self.scheduler.step(increment=1)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         return metrics | {"grad_norm": step.grad_norm, "lr": max(rates, default=0.0)}
 
@@ -217,11 +261,18 @@ class PolicyTrainer:
         """This micro-batch's share of the loss and of the metrics; logits `[b, s, v/t]`."""
         group, entropy = self.parallel.groups.tp, None
         logits = at_temperature(logits, self.temperature)
+        first_sight = shard.old_log_probs is None
         if self.config.entropy_coef > 0:
             entropy = vocab_parallel_entropy(logits, vocab_size=self.vocab_size, group=group)
+        if first_sight:
+            shard.entropy = vocab_parallel_entropy(
+                logits.detach(), vocab_size=self.vocab_size, group=group
+            )
         log_probs = vocab_parallel_log_probs(
             logits, shard.batch.labels, vocab_size=self.vocab_size, group=group
         )
+        if first_sight:
+            shard.old_log_probs = log_probs.detach().clone()
         tokens = PolicyTokens(
             log_probs=log_probs,
             old_log_probs=shard.old_log_probs,

@@ -242,3 +242,19 @@ def test_asked_to_end_a_run_saves_after_its_step_and_continues(uninterrupted, tm
     result = run_loop(root, ONE, resumable(root))
     assert result["iteration"] == 4
     assert largest_weight_difference(whole["weights"], result["weights"]) == 0.0
+
+
+@pytest.mark.parametrize("world_size,layout", [(1, ONE), (2, PP2)])
+def test_reusing_the_forward_pass_changes_nothing(tmp_path, world_size, layout):
+    found = []
+    for reuse in (True, False):
+        found.append(
+            replay(
+                tmp_path, str(reuse), layout, world_size, "grpo",
+                global_batch_size=16, num_epochs=1, reuse_forward=reuse,
+            )
+        )  # fmt: skip
+    (fast, fast_weights), (slow, slow_weights) = found
+    for key in SAME:
+        assert fast[key] == pytest.approx(slow[key], abs=1e-6), key
+    assert largest_weight_difference(fast_weights, slow_weights) <= 1e-6
