@@ -151,7 +151,7 @@ class Campaign:
         expected = (whole_iterations(folder) or [0])[-1] if folder.exists() else 0
         ranks = self._ranks(folder, async_save, log)
         if damaged is not None:  # the fault comes after the search for a checkpoint
-            _wait(ranks, lambda: log.exists() and b"is not resumed from" in log.read_bytes())
+            _wait(ranks, lambda: _tells_damage(log, damaged))
         sent = self._send_fault(ranks, folder, log) if fault else None
         codes = ranks.wait(_SECONDS_PER_START)
         text = log.read_text(errors="replace") if log.exists() else ""
@@ -166,8 +166,10 @@ class Campaign:
             tally.lost += 1
             resumed = found[1] if found else "nothing"
             tally.failures.append(f"{log}: resumed from {resumed}, whole was {expected}")
-        if damaged is not None:
-            tally.corruptions_detected += damaged.name in text and "is not resumed from" in text
+        if damaged is not None and _tells_damage(log, damaged):
+            tally.corruptions_detected += 1
+        elif damaged is not None:
+            tally.failures.append(f"{log}: does not tell the damage of {damaged}:\n{text[-1500:]}")
         return codes
 
     def _check_codes(self, codes: list[int], sent: signal.Signals | None, log: Path) -> None:
@@ -232,6 +234,13 @@ def _wait(ranks: Ranks, until: Callable[[], bool], *, seconds: float = _SECONDS_
     deadline = time.monotonic() + seconds
     while ranks.running() and not until() and time.monotonic() < deadline:
         time.sleep(0.004)
+
+
+def _tells_damage(log: Path, damaged: Path) -> bool:
+    """Whether a start has said which checkpoint it does not take, and for which file."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    words = f"{damaged.parent.name} is not resumed from"
+    return any(words in line and damaged.name in line for line in lines)
 
 
 def _rank(config: PretrainConfig) -> int:
