@@ -165,3 +165,29 @@ def test_a_dense_run_is_built_of_plain_layers_and_logs_no_subnets(tmp_path):
     assert {type(layer).__name__ for layer in run.model[0].decoder.layers} == {"TransformerLayer"}
     train(tmp_path)
     assert not any(name.startswith("est-") for name in read_metrics(tmp_path)[0])
+
+
+def test_an_adaptive_run_resumes_its_decisions_from_the_checkpoint(tmp_path):
+    est = EST | {"schedule": "adaptive", "ends": [6, 9], "adaptive_window": 1, "adaptive_min_gain": 10.0}
+    save = {"checkpoint": {"save": str(tmp_path), "save_interval": 3}}
+    start(1, tmp_path / "logs", "tiny-gpt2", {"est": est} | save)
+    assert [m["est-stage"] for m in read_metrics(tmp_path / "logs")] == [0] * 2 + [1] * 2 + [2] * 6
+    load = {"checkpoint": {"load": str(tmp_path), "ckpt_step": 3}}
+    start(1, tmp_path / "again", "tiny-gpt2", {"est": est} | load)
+    assert [m["est-stage"] for m in read_metrics(tmp_path / "again")] == [1] + [2] * 6
+    assert largest_difference(steps(tmp_path / "again"), steps(tmp_path / "logs")[3:]) < 1e-5
+
+
+def test_a_longer_run_goes_on_when_the_ends_are_steps_and_is_refused_when_fractions(tmp_path):
+    fractions = {"schedule": "practical", "ends": ["1/5", "1/2"]}
+    for name, est in (("steps", EST), ("fractions", fractions)):
+        folder = tmp_path / name
+        short, same = {"train_iters": 5, "eval_iters": 0}, {"save": str(folder), "load": str(folder)}
+        start(1, folder / "logs", "tiny-gpt2", {"est": est, "training": short, "checkpoint": same})
+        longer = {"est": est, "training": short | {"train_iters": 10}, "checkpoint": same}
+        if name == "steps":
+            start(1, folder / "logs", "tiny-gpt2", longer)
+            assert [m["est-stage"] for m in read_metrics(folder / "logs")] == [0] * 4 + [1] * 3 + [2] * 3
+        else:
+            with pytest.raises(ValueError, match="ends in steps or tokens where train_iters changes"):
+                start(1, folder / "logs", "tiny-gpt2", longer)

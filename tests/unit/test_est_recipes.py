@@ -58,3 +58,12 @@ def test_bad_rates_are_refused_before_any_work(arguments, words, capsys):
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     assert all(word in printed.err for word in words), printed.err
+
+
+@pytest.mark.parametrize("recipe", ["est_tiny_cpu.yaml", "quickstart.yaml"])
+def test_the_cpu_recipes_plan_nested_stages(recipe, capsys):
+    # What launch/quickstart.sh adds.
+    own = [] if recipe.startswith("est") else ["--data.mock_data=true", "--checkpoint.save=unused"]
+    printed = dry_run(capsys, recipe, 2047, *own)
+    assert printed.count("; FLOPs ") == 3 and "FLOPs saved over the run" in printed
+    assert "output_scale: none" in printed and "draw: nested" in printed
