@@ -14,7 +14,7 @@ port="${MASTER_PORT:-$((${JOB_ID:-9500} % 20000 + 20000))}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # NCCL keeps its last collectives and writes them down when one hangs.
-export TORCH_NCCL_TRACE_BUFFER_SIZE="${TORCH_NCCL_TRACE_BUFFER_SIZE:-2000}"
+export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}"
 export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"
 exec "${PYTHON:-python}" -m megatron_tlt.launcher --nnodes "$NNODES" --node_rank "$NODE_RANK" \
     --nproc_per_node "$nproc" --master_addr "$MASTER_ADDR" --master_port "$port" \

@@ -60,7 +60,7 @@ def _run(options) -> int:
         torchrun.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        print(f"error: rank {rank} ended first: {failure.message}", file=sys.stderr, flush=True)
+        print(f"error: rank {rank} ended first, exit code {failure.exitcode}", file=sys.stderr, flush=True)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval

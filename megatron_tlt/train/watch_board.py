@@ -43,6 +43,7 @@ class Board:
         self._store = dist.PrefixStore(f"watchdog/{attempt}", store)
         self._rank, self._size = rank, world_size
         self._last: dict[int, tuple[bytes, float]] = {}
+        self._made = time.monotonic()
 
     def post(self, place: Place) -> None:
         """The text must differ from the last one: that is how a reader knows that this rank lives."""
@@ -58,11 +59,12 @@ class Board:
         return Verdict(**json.loads(self._store.compare_set(_VERDICT, "", json.dumps(asdict(verdict)))))
 
     def read(self) -> tuple[dict[int, Place], dict[int, float]]:
-        """(last place of every rank that has posted one, seconds since each one's post last changed,
-        measured between calls of this method)."""
+        """(last place of every rank that has posted one, seconds since each rank's post last changed as seen
+        by the calls of this method; for one that has not posted, since this object was made)."""
         known = [r for r in range(self._size) if r in self._last or self._store.check([str(r)])]
         raw = self._store.multi_get([str(rank) for rank in known]) if known else []
-        places, silent, now = {}, {}, time.monotonic()
+        now = time.monotonic()
+        places, silent = {}, dict.fromkeys(range(self._size), now - self._made)
         for rank, text in zip(known, raw):
             fields = json.loads(text)
             fields.pop("time")
@@ -74,19 +76,18 @@ class Board:
 
 
 def late_ranks(
-    places: dict[int, Place], silent: dict[int, float], *, world_size: int, silent_after: float
+    places: dict[int, Place], silent: dict[int, float], *, silent_after: float
 ) -> dict[int, str]:
     """Rank -> what it is late with. Those that say nothing; if all speak, those behind the others.
 
     Empty when all ranks are at the same place: then the work itself is slow, or all wait for each other.
     """
     late = {}
-    for rank in range(world_size):
-        if rank not in places:
-            late[rank] = "no sign of life yet"
-        elif silent[rank] >= silent_after:
+    for rank, seconds in silent.items():
+        if seconds >= silent_after:
+            last = f"last {places[rank].text()}" if rank in places else "not one so far"
             late[rank] = (
-                f"no sign of life for {silent[rank]:.0f} s, last {places[rank].text()} "
+                f"no sign of life for {seconds:.0f} s, {last} "
                 "(process stopped, or its machine or network link down)"
             )
     if late:

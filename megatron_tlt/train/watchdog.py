@@ -2,10 +2,10 @@
 
 A thread of each rank posts its place on a board (`watch_board.py`) once a second. A rank whose phase takes
 longer than its limit reads the board, works out who is behind and posts a verdict; every rank that sees a
-verdict says it, dumps the stacks of its threads and ends. Rank 0 watches that all ranks give signs of life,
-and each rank that the board answers. The error of a failing rank takes the same road, so the others end with
-that error within seconds, on other nodes too. A process whose interpreter cannot run any more (a C call that
-keeps its lock) is ended by faulthandler's own timer a little later.
+verdict says it, dumps the stacks of its threads and ends. Rank 0 watches that all ranks give signs of life.
+The error of a failing rank takes the same road, so the others end with that error within seconds, on other
+nodes too. A second thread, which never waits for the network, watches that the board answers. A process whose
+interpreter cannot run any more (a C call that keeps its lock) is ended by faulthandler's own timer later.
 """
 
 import faulthandler
@@ -76,14 +76,19 @@ class Watchdog:
         self._parent, self._failing = os.getppid(), False
         self._attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._trouble = ""
+        self._threads = [
+            threading.Thread(target=work, name="watchdog", daemon=True) for work in (self._watch, self._talk)
+        ]
 
     def start(self, store: dist.Store | None, *, rank: int, world_size: int) -> None:
-        """Begin to post and to watch. `store` is cloned, so that a slow answer delays this thread alone;
-        None where there are no other ranks."""
+        """Begin to post and to watch. `store` is cloned, so that a slow answer delays nobody else; None where
+        there are no other ranks."""
         self._rank, self._size, self._store = rank, world_size, store
         self._connect()
-        self._thread.start()
+        self._answered = time.monotonic()
+        for thread in self._threads:
+            thread.start()
         self._enter("init", 0)
 
     def close(self) -> None:
@@ -113,19 +118,19 @@ class Watchdog:
         board = self._new_board()
         if isinstance(error, RuntimeError):
             places, silent = self._look_twice(board)
-            gone = late_ranks(places, silent, world_size=self._size, silent_after=_LOOK)
-            gone = {rank: what for rank, what in gone.items() if rank != self._rank and silent.get(rank, 1)}
+            gone = late_ranks(places, silent, silent_after=_LOOK)
+            gone.pop(self._rank, None)
             if gone:
                 text += "; " + late_text(gone, places)
         who = f"rank {self._rank} ({socket.gethostname()}) failed: {text}"
-        board.post_verdict(Verdict(message=who, code=EXIT_PEER_FAILED, rank=self._rank))
+        board.post_verdict(self._own_verdict(who, EXIT_PEER_FAILED))
         time.sleep(2 * _BEAT)
 
     def _enter(self, name: str, iteration: int) -> None:
         self._phase, self._iteration = name, iteration
         self._count += 1
         self._entered = time.monotonic()
-        if not self._thread.is_alive():
+        if not self._threads[0].is_alive():
             return
         # Not under Python's control: it ends the process although the interpreter is stuck.
         limit = getattr(self._limits, name) + _GRACE
@@ -140,15 +145,24 @@ class Watchdog:
             seconds=time.monotonic() - self._entered,
         )
 
-    def _watch(self) -> None:
-        while not self._stop.wait(_BEAT):
-            if os.getppid() != self._parent:
-                self._end(Verdict(message="the launcher is gone", code=EXIT_PEER_FAILED, rank=self._rank))
+    def _talk(self) -> None:
+        """The thread that talks to the board; a call of it may hang for as long as the network does."""
+        while not self._stop.is_set():
             try:
                 self._beat()
                 self._answered = time.monotonic()
             except RuntimeError as error:
-                self._without_board(error)
+                self._trouble = " ".join(str(error).split())[:200]
+                self._reconnect()
+            self._stop.wait(_BEAT)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_BEAT):
+            if os.getppid() != self._parent:
+                self._end(self._own_verdict("the launcher of this process is gone", EXIT_PEER_FAILED))
+            seconds = time.monotonic() - self._answered
+            if seconds > self._limits.contact:
+                self._end(self._own_verdict(self._lost_text(seconds), EXIT_LATE))
 
     def _beat(self) -> None:
         place, verdict = self._place(), None
@@ -167,20 +181,20 @@ class Watchdog:
         places, silent = self._board.read()
         if max(silent.values()) < self._limits.contact:
             return None
-        gone = late_ranks(places, silent, world_size=len(places), silent_after=self._limits.contact)
+        gone = late_ranks(places, silent, silent_after=self._limits.contact)
         return self._condemn(f"timeouts.contact={self._limits.contact} s is over; {late_text(gone, places)}")
 
     def _too_late(self, place: Place) -> Verdict:
         limit = f"timeouts.{place.phase}={getattr(self._limits, place.phase)} s is over at rank {self._rank}"
         limit += f" in iteration {place.iteration}"
         if self._board is None:
-            return Verdict(message=limit, code=EXIT_LATE, rank=self._rank)
+            return self._own_verdict(limit, EXIT_LATE)
         places, silent = self._look_twice(self._board)
-        late = late_ranks(places, silent, world_size=self._size, silent_after=_LOOK)
+        late = late_ranks(places, silent, silent_after=_LOOK)
         return self._condemn(f"{limit}; {late_text(late, places)}")
 
     def _condemn(self, message: str) -> Verdict:
-        return self._board.post_verdict(Verdict(message=message, code=EXIT_LATE, rank=self._rank))
+        return self._board.post_verdict(self._own_verdict(message, EXIT_LATE))
 
     def _look_twice(self, board: Board) -> tuple[dict[int, Place], dict[int, float]]:
         board.read()
@@ -188,21 +202,23 @@ class Watchdog:
         board.post(self._place())
         return board.read()
 
-    def _without_board(self, error: RuntimeError) -> None:
-        """The store does not answer. It lives with node 0 (under torchrun, in its launcher)."""
-        seconds = time.monotonic() - self._answered
-        if seconds > self._limits.contact:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            message = (
-                f"timeouts.contact={self._limits.contact} s is over; late: rank 0's node: no answer from "
-                f"{where} for {seconds:.0f} s ({' '.join(str(error).split())[:200]}): that machine or the "
-                f"network link between it and {socket.gethostname()} is down"
-            )
-            self._end(Verdict(message=message, code=EXIT_LATE, rank=self._rank))
+    def _lost_text(self, seconds: float) -> str:
+        """The store lives with node 0: under torchrun in its launcher, else in rank 0."""
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return (
+            f"timeouts.contact={self._limits.contact} s is over; late: rank 0's node: no answer from {where} "
+            f"for {seconds:.0f} s: that machine, or the network link between it and {socket.gethostname()}, "
+            f"is down {self._trouble}"
+        )
+
+    def _own_verdict(self, message: str, code: int) -> Verdict:
+        return Verdict(message=message, code=code, rank=self._rank)
+
+    def _reconnect(self) -> None:
         try:
             self._connect()
-        except RuntimeError:
-            return  # not yet; the next beat tries again and this method keeps the time
+        except RuntimeError as error:  # the next beat tries again, and `_watch` keeps the time
+            self._trouble = " ".join(str(error).split())[:200]
 
     def _connect(self) -> None:
         if self._store is not None:

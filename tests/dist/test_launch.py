@@ -172,7 +172,7 @@ def test_a_pipeline_over_two_nodes_equals_one_machine(cluster, reference, tmp_pa
 
 
 def test_a_node_that_is_cut_off_is_named_and_the_run_goes_on_after_it_is_back(cluster, reference, tmp_path):
-    limits = ["--timeouts.contact=4", "--timeouts.step=20"]
+    limits = ["--timeouts.contact=8", "--timeouts.step=60"]
     processes, logs, folders = on_two_nodes(cluster, tmp_path, 60, *limits)
     wait_for(processes[1], logs[1], r"iteration +1\d/")
     cluster.link(1, up=False)

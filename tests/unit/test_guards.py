@@ -44,17 +44,17 @@ def test_nothing_is_spiky_before_twenty_losses():
 def test_who_says_nothing_is_late_before_who_is_behind():
     places = {0: place(), 1: place("data", count=19), 2: place()}
     silent = {0: 0.5, 1: 0.5, 2: 0.5}
-    late = late_ranks(places, silent, world_size=3, silent_after=2.5)
+    late = late_ranks(places, silent, silent_after=2.5)
     assert list(late) == [1] and "in phase data of iteration 7 for 3 s" in late[1]
-    late = late_ranks(places, silent | {2: 30.0}, world_size=3, silent_after=2.5)
+    late = late_ranks(places, silent | {2: 30.0}, silent_after=2.5)
     assert list(late) == [2] and "no sign of life for 30 s" in late[2]
-    late = late_ranks(places, silent, world_size=4, silent_after=2.5)
-    assert late == {3: "no sign of life yet"}
+    late = late_ranks(places, silent | {3: 9.0}, silent_after=2.5)
+    assert list(late) == [3] and "no sign of life for 9 s, not one so far" in late[3]
 
 
 def test_all_at_one_place_is_said_as_such_and_long_lists_are_cut():
     places = {rank: place() for rank in range(3)}
-    assert late_ranks(places, dict.fromkeys(places, 0.0), world_size=3, silent_after=2.5) == {}
+    assert late_ranks(places, dict.fromkeys(places, 0.0), silent_after=2.5) == {}
     assert late_text({}, places) == "all ranks are at the same place"
     text = late_text({rank: "x" for rank in range(20)}, places)
     assert "rank 0 (node0): x" in text and "rank 8" not in text and "and 12 more" in text
