@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from megatron_tlt import device
 from megatron_tlt.data.gpt_dataset import SampleDataset
@@ -64,12 +65,7 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
     check_save_folder(config.checkpoint.save)
     checkpoint = find_checkpoint(config.checkpoint)
     tokenizer = build_tokenizer(config.tokenizer)
-    saved = None if checkpoint is None else read_train_state(checkpoint)
-    if saved is not None:
-        if parallel.rank == 0:
-            print(f" resuming from {checkpoint}", flush=True)
-        check_identity("model", saved.model, model_identity(config.model))
-        check_identity("tokenizer", saved.tokenizer, tokenizer.identity())
+    saved = _saved_state(checkpoint, config, tokenizer, tells=parallel.rank == 0)
     subnets = build_subnets(config, parallel, vocab_size=tokenizer.vocab_size)
     if saved is not None and not config.checkpoint.finetune:
         subnets.load_state_dict(saved.est)
@@ -116,6 +112,20 @@ def build_run(config: PretrainConfig, parallel: Parallel) -> PretrainRun:
     if checkpoint is not None:
         _restore(run, checkpoint, saved)
     return run
+
+
+def _saved_state(
+    checkpoint: Path | None, config: PretrainConfig, tokenizer: Tokenizer, *, tells: bool
+) -> TrainState | None:
+    """Raises ValueError when the checkpoint is of another model or tokenizer."""
+    if checkpoint is None:
+        return None
+    if tells:
+        print(f" resuming from {checkpoint}", flush=True)
+    saved = read_train_state(checkpoint)
+    check_identity("model", saved.model, model_identity(config.model))
+    check_identity("tokenizer", saved.tokenizer, tokenizer.identity())
+    return saved
 
 
 def _layer_spec(config: PretrainConfig, subnets: Subnets) -> Callable[..., ModuleSpec]:
