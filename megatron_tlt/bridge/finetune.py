@@ -63,6 +63,7 @@ def find_source(
     found = None
     if checkpoint.load is not None:
         found = _open(checkpoint.load, checkpoint, tokenizer)
+    loads = found is not None  # `pretrained` gives weights alone, whatever its stage
     if found is None and pretrained is not None:
         found = _open(pretrained, CheckpointConfig(load=pretrained), tokenizer)
     if found is None:
@@ -75,8 +76,8 @@ def find_source(
     if model is not None:
         check_identity("model", model_identity(found.model), model_identity(model))
     stored = {} if found.state is None else found.state.data
-    resumes = stored.get("stage") == stage and not checkpoint.finetune
-    return replace(found, model=model or found.model, resumes=resumes)
+    own = loads and stored.get("stage") == stage and not checkpoint.finetune
+    return replace(found, model=model or found.model, resumes=own)
 
 
 def _open(

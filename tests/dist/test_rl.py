@@ -258,3 +258,21 @@ def test_reusing_the_forward_pass_changes_nothing(tmp_path, world_size, layout):
     for key in SAME:
         assert fast[key] == pytest.approx(slow[key], abs=1e-6), key
     assert largest_weight_difference(fast_weights, slow_weights) <= 1e-6
+
+
+def test_reward_rises_from_a_random_policy_and_the_same_seed_gives_the_same_run(tmp_path):
+    rewards = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_prompts(tmp_path / name / "prompts.jsonl")
+        sections = {
+            "RolloutConfig": {
+                "rollout_batch_size": 8, "n_samples_per_prompt": 8, "max_response_len": 16,
+            },
+            "RlTrainingConfig": {"train_iters": 16, "max_tokens_per_gpu": 2048},
+            "OptimizerConfig": {"lr": 3e-3},
+        }  # fmt: skip
+        run_loop(tmp_path / name, ONE, sections)
+        rewards.append([m["rollout/raw_reward"] for m in read_metrics(tmp_path / name)])
+    assert rewards[0] == rewards[1]
+    assert sum(rewards[0][-3:]) / 3 > sum(rewards[0][:3]) / 3 + 0.2
