@@ -34,9 +34,10 @@ class CostTable:
 
     @staticmethod
     def of_records(records: Iterable[StepRecord]) -> "CostTable":
-        """Medians of an engine's step records; steps that admitted prompts give the prefill's cost alone.
+        """Typical costs in an engine's step records, the prefill's apart.
 
-        A step that drafted nothing counts as plain decoding.
+        A step in which a strategy found nothing to draft counts for that strategy: its mean cost is what a
+        run of it pays.
         """
         seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         prefill: list[float] = []
@@ -45,20 +46,12 @@ class CostTable:
             if record.prefill_tokens:
                 prefill.append(record.prefill_ms / 1000 / record.prefill_tokens)
                 total -= record.prefill_ms / 1000
-            strategy = str(record.strategy) if record.drafted else "off"
-            seconds[strategy][record.batch].append(total)
+            seconds[str(record.strategy)][record.batch].append(total)
         steps = {
-            name: {batch: statistics.median(values) for batch, values in sizes.items()}
+            name: {batch: _typical(values) for batch, values in sizes.items()}
             for name, sizes in seconds.items()
         }
         return CostTable(steps, statistics.median(prefill) if prefill else 0.0)
-
-    def merged(self, other: "CostTable") -> "CostTable":
-        """Both tables; where both know a cell, the other one's."""
-        steps = {name: dict(sizes) for name, sizes in self.steps.items()}
-        for name, sizes in other.steps.items():
-            steps.setdefault(name, {}).update(sizes)
-        return CostTable(steps, other.prefill_token or self.prefill_token)
 
     def to_json(self) -> dict[str, Any]:
         steps = {n: {str(b): s for b, s in sorted(x.items())} for n, x in self.steps.items()}
@@ -68,3 +61,9 @@ class CostTable:
     def from_json(value: Mapping[str, Any]) -> "CostTable":
         steps = {n: {int(b): float(s) for b, s in x.items()} for n, x in value["steps"].items()}
         return CostTable(steps, float(value["prefill_token"]))
+
+
+def _typical(values: list[float]) -> float:
+    """The mean without what a busy machine added: values beyond three medians are left out."""
+    limit = 3 * statistics.median(values)
+    return statistics.fmean(value for value in values if value <= limit)

@@ -78,7 +78,8 @@ class Recorder:
         first, last = len(prompt.tokens) - 1 - context, len(request.tokens) - 1
         if self.rows + last - first > self.max_rows:
             return
-        kept = rows[first:last].clone()
+        with torch.inference_mode(False):  # a trainer may use them in any way
+            kept = rows[first:last].clone()
         self.rows += len(kept)
         self.samples.append(
             FeatureSample(

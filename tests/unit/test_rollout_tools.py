@@ -1,0 +1,89 @@
+"""The command-line tools around the engine, on a tiny model folder: warm-up, proof, trace and replay."""
+
+import json
+import sys
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from megatron_tlt.models.drafter import DrafterConfig
+from tests.unit.rollout_models import VOCAB, reference
+from tools import prove_lossless, replay_rollout, train_drafter
+from tools.native_engine import config_of, prompts_of, weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tools")
+    reference("llama").save_pretrained(root / "model")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(root / "model")
+    lines = [{"prompt": f"w{i} w{i + 7} w{2 * i}"} for i in range(12)]
+    lines.append({"tokens": list(range(1, 40))})
+    (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return root
+
+
+def _run(monkeypatch, tool, *arguments):
+    monkeypatch.setattr(sys, "argv", ["tool", *map(str, arguments)])
+    return tool.main()
+
+
+@pytest.fixture(scope="module")
+def drafter(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        _run(
+            patch, train_drafter, "--model", folder / "model", "--prompts", folder / "prompts.jsonl",
+            "--output", folder / "drafter", "--max-tokens", 24, "--max-prompt-tokens", 16,
+            "--iterations", 6, "--batch-size", 4, "--temperature", 0,
+        )  # fmt: skip
+    return folder / "drafter"
+
+
+def test_a_warmed_up_drafter_is_a_loadable_folder(folder, drafter):
+    target = config_of(folder / "model")
+    assert DrafterConfig.from_hf(config_of(drafter)) == DrafterConfig.for_target(target)
+    tensors = dict(weights(drafter))
+    assert tensors["fc.weight"].shape == (32, 64) and torch.isfinite(tensors["fc.weight"]).all()
+    assert not any("embed" in name or "lm_head" in name for name in tensors)
+
+
+def test_the_proof_passes_with_a_drafter(folder, drafter, monkeypatch, capsys):
+    code = _run(
+        monkeypatch, prove_lossless, "--model", folder / "model", "--drafter", drafter,
+        "--prompt", "w3 w9 w27", "--prompt", "w5", "--n", 3, "--max-tokens", 30,
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert code == 0 and out.rstrip().endswith("lossless")
+    assert "eagle_4_4_16" in out and "mixed, small cache" in out
+
+
+def test_a_recorded_trace_replays_under_every_policy(folder, drafter, monkeypatch, capsys):
+    _run(
+        monkeypatch, replay_rollout, "record", "--model", folder / "model", "--drafter", drafter,
+        "--prompts", folder / "prompts.jsonl", "--output", folder / "trace", "--num-prompts", 4,
+        "--n", 2, "--max-tokens", 20, "--max-prompt-tokens", 16, "--max-batch", 4,
+    )  # fmt: skip
+    capsys.readouterr()
+    arguments = ("--trace", folder / "trace", "--max-batch", 4, "--ranks", 2, "--sharing", "queue")
+    _run(monkeypatch, replay_rollout, "simulate", *arguments)
+    lines = capsys.readouterr().out.splitlines()
+    names = {line.split(":")[0].strip() for line in lines}
+    assert {"off", "eagle_3_1_4", "threshold", "bandit", "contextual", "oracle"} <= names
+    seconds = {line.split(":")[0].strip(): float(line.split(":")[1].split()[0]) for line in lines}
+    assert all(value > 0 for value in seconds.values())
+
+
+def test_prompts_are_cut_by_length_and_number(folder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    path = folder / "prompts.jsonl"
+    assert len(prompts_of(path, tokenizer, limit=5, max_tokens=10)) == 5
+    assert prompts_of(path, tokenizer, limit=50, max_tokens=10)[1].tokens == (1, 8, 2)
+    assert len(prompts_of(path, tokenizer, limit=50, max_tokens=10)) == 12
+    with pytest.raises(ValueError, match="no prompt"):
+        prompts_of(path, tokenizer, limit=5, max_tokens=2)
