@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plot an RL run and print its figures before and after: tools/plot_rl.py --log-dir RUN/logs writes rl.png there.
+"""Plot an RL run and print figures before and after: tools/plot_rl.py --log-dir RUN/logs writes rl.png there.
 
 `--json FILE` writes pass_before, pass_after and max_logprob_diff for tools/bench/rl.py --merge.
 """

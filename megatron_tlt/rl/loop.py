@@ -30,7 +30,8 @@ Metrics = dict[str, float]
 def train(run: RlRun, *, stop: StopRequests | None = None) -> TrainState:
     """Train from `run.state` to the last step, or until `stop` has a reason; returns the final state.
 
-    Every rank calls it. Raises VerifierError, MismatchError, NonFiniteUpdateError or MemoryBudgetError on every rank.
+    Every rank calls it. Raises VerifierError, MismatchError, NonFiniteUpdateError or MemoryBudgetError on
+    every rank.
     """
     state, training = run.state, run.config.training
     stop = stop or StopRequests()
