@@ -156,6 +156,8 @@ def rollout_metrics(collected: Collection) -> Metrics:
     metrics |= speculation_metrics([s.rollout for s in samples])
     repeated = [repetition_fraction(s.rollout.tokens) for s in samples]
     metrics["rollout/repetition_frac"] = sum(repeated) / max(len(repeated), 1)
+    repeated = [repetition_fraction(s.rollout.tokens) for s in samples]
+    metrics["rollout/repetition_frac"] = sum(repeated) / max(len(repeated), 1)
     verdicts = [s.reward.verdict for s, counts in zip(samples, counted, strict=True) if counts]
     metrics["rollout/pass_rate"] = sum(v >= 1.0 for v in verdicts) / max(len(verdicts), 1)
     metrics["rollout/verifier_errors"] = sum(bool(s.reward.error) for s in samples)
