@@ -70,6 +70,7 @@ class Watchdog:
         self._stacks = stacks
         self._phase, self._iteration, self._count = "init", 0, 0
         self._entered = self._answered = time.monotonic()
+        self._armed = 0.0
         self._rank, self._size = 0, 1
         self._store: dist.Store | None = None
         self._board: Board | None = None
@@ -130,11 +131,12 @@ class Watchdog:
         self._phase, self._iteration = name, iteration
         self._count += 1
         self._entered = time.monotonic()
-        if not self._threads[0].is_alive():
-            return
-        # Not under Python's control: it ends the process although the interpreter is stuck.
-        limit = getattr(self._limits, name) + _GRACE
-        faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
+        if self._threads[0].is_alive() and self._entered - self._armed > _BEAT:
+            self._armed = self._entered
+            # Not under Python's control: it ends the process although the interpreter is stuck. Setting it
+            # starts a thread, so not at every step, and it has to be long enough for any phase.
+            limit = max(asdict(self._limits).values()) + _GRACE
+            faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
 
     def _place(self) -> Place:
         return Place(

@@ -147,6 +147,33 @@ def test_the_inspection_tool_lists_marks_and_judges(tmp_path, capsys):
     assert inspect(["--load", str(tmp_path / "logs")]) == 2
 
 
+def test_a_profiled_run_leaves_the_trace_of_its_window(tmp_path):
+    window = {"profile": True, "profile_step_start": 1, "profile_step_end": 3, "profile_ranks": [1]}
+    run_distributed(train, 2, tmp_path, "tiny-gpt2", {"profiling": window})
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == "rank_1.pt.trace.json" and "gloo:all_reduce" in path.read_text()
+
+
+@pytest.mark.parametrize("code,requeued", [(4, True), (0, False), (1, False)])
+def test_the_slurm_script_requeues_a_saved_run_and_no_other(code, requeued, tmp_path):
+    """With stand-ins for Slurm's programs."""
+    for name, text in {
+        "srun": f'echo "srun $MASTER_ADDR $NNODES $JOB_ID: $*" >> calls; exit {code}',
+        "scontrol": '[ "$1" = show ] && echo node7 || echo "scontrol $*" >> calls',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77",
+                                "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(ROOT / "launch" / "slurm.sbatch"), "--config", "run.yaml"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    calls = (tmp_path / "calls").read_text()
+    assert done.returncode == code and "srun node7 2 77: --wait=120" in calls
+    assert ("scontrol requeue 77" in calls) == requeued
+
+
 def test_a_short_fault_campaign_loses_nothing(tmp_path):
     command = [sys.executable, "-m", "tools.prove_durability", "--kills=2", "--corruptions=1",
                f"--output={tmp_path}"]  # fmt: skip
