@@ -8,5 +8,8 @@ gpus=$(nvidia-smi -L 2> /dev/null | wc -l || true)
 nproc="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+# NCCL keeps its last collectives and writes them down when one hangs.
+export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}"
+export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"
 exec "${PYTHON:-python}" -m megatron_tlt.launcher --standalone --nproc_per_node "$nproc" \
     --max_restarts "${MAX_RESTARTS:-0}" -m megatron_tlt.pretrain "$@"

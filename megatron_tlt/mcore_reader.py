@@ -10,6 +10,7 @@ import os
 import pickle
 from pathlib import Path
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -76,6 +77,16 @@ def read_index(folder: Path) -> Metadata:
     if getattr(index, "storage_meta", None) is None:
         index.storage_meta = StorageMeta()
     return index
+
+
+def check_common(folder: Path) -> None:
+    """Raises ValueError when common.pt holds anything but tensors and plain containers."""
+    path = folder / "common.pt"
+    try:
+        torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        what = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is refused: it is damaged, or holds foreign objects ({what})") from error
 
 
 def check_backend(folder: Path) -> None:

@@ -157,9 +157,12 @@ def local_rank_from_env() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def init_parallel(config: ParallelConfig, *, seed: int) -> Parallel:
+def init_parallel(
+    config: ParallelConfig, *, seed: int, join_seconds: float | None = None
+) -> Parallel:
     """Join the process group, build megatron's groups and seed the model-parallel RNG states.
 
+    All ranks have to come within `join_seconds`; default distributed_timeout_minutes.
     A plain `python` start (no torchrun) becomes a world of one rank.
     Raises ValueError when the world does not fit the layout, TimeoutError or ConnectionError when not all
     ranks come together.
@@ -170,7 +173,7 @@ def init_parallel(config: ParallelConfig, *, seed: int) -> Parallel:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
         if "RANK" in os.environ:
-            store, rank, size = join_store(seconds=timeout.total_seconds())
+            store, rank, size = join_store(seconds=join_seconds or timeout.total_seconds())
             dist.init_process_group(
                 device.backend(), store=store, rank=rank, world_size=size, timeout=timeout
             )

@@ -70,7 +70,9 @@ def train(config: PretrainConfig, stop: StopRequests) -> int:
 def _join_and_run(config: PretrainConfig, stop: StopRequests) -> int:
     watchdog = Watchdog(config.timeouts, stacks=config.log_dir / "stacks")
     try:
-        parallel = init_parallel(config.parallel, seed=config.training.seed)
+        parallel = init_parallel(
+            config.parallel, seed=config.training.seed, join_seconds=config.timeouts.init
+        )
     except (TimeoutError, ConnectionError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_LATE

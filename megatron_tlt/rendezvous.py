@@ -33,7 +33,13 @@ def join_store(*, seconds: float) -> tuple[dist.Store, int, int]:
         wait_for_all(meeting, size, seconds=seconds, what="ranks")
         meeting.set("all", "here")
     else:
-        meeting.wait(["all"], timedelta(seconds=seconds + 10))
+        try:
+            meeting.wait(["all"], timedelta(seconds=seconds + 10))
+        except dist.DistError as error:
+            raise TimeoutError(
+                f"rank {rank} ({socket.gethostname()}): not all ranks have joined within {seconds:.0f} s; "
+                "rank 0 says which are missing"
+            ) from error
     return store, rank, size
 
 

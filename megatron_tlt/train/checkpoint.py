@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_tlt.mcore_reader import check_backend, read_index
+from megatron_tlt.mcore_reader import check_backend, check_common, read_index
 from megatron_tlt.models.fp8_linear import DELAYED_STATE
 from megatron_tlt.train.checkpoint_format import (
     STATE_FILE,
@@ -56,6 +56,7 @@ def load_checkpoint(
     """
     state = read_train_state(folder)
     check_backend(folder)
+    check_common(folder)
     sharded, params = sharded_model(chunks, groups)
     if optimizer is not None:
         if state.optimizer_step == 0 and state.iteration > 0:

@@ -16,6 +16,7 @@ from megatron_tlt.train.config import PretrainConfig
 from megatron_tlt.train.setup import build_run
 
 import numpy as np
+import torch
 
 SMALL = [
     "--model.preset=tiny-gpt2", "--model.num_layers=2", "--training.train_iters=3",
@@ -166,6 +167,7 @@ BUILDING = {
     ),
     "checkpoint cut": (["--checkpoint.load={files}/cut"], ["__0_0.distcp has", "its manifest says"]),
     "checkpoint that would run code": (["--checkpoint.load={files}/evil"], [".metadata is refused", "posix.mkdir"]),
+    "common file that would run code": (["--checkpoint.load={files}/sly"], ["common.pt is refused", "foreign objects"]),
     "checkpoint of another format": (["--checkpoint.load={files}/zarr"], ["zarr", "torch_dist"]),
     "state of another release": (["--checkpoint.load={files}/future"], ["checkpoint format 99", "reads 1"]),
     "save into a file": (["--checkpoint.save={files}/noise"], ["checkpoint.save", "not a folder"]),
@@ -186,10 +188,12 @@ def files(tmp_path_factory):
     _token_files(files)
     assert main([*SMALL, f"--checkpoint.save={files}/run", "--checkpoint.save_interval=2",
                  f"--logging.log_dir={files}/logs"]) == 0  # fmt: skip
-    for name in ("cut", "evil", "zarr", "future"):
+    for name in ("cut", "evil", "sly", "zarr", "future"):
         shutil.copytree(files / "run" / "iter_0000003", files / name / "iter_0000003")
     _cut(files / "cut" / "iter_0000003" / "__0_0.distcp")
     _replace(files / "evil", ".metadata", pickle.dumps(_Evil()))
+    torch.save({"x": _Evil()}, files / "sly.pt")
+    _replace(files / "sly", "common.pt", (files / "sly.pt").read_bytes())
     _replace(files / "zarr", "metadata.json", b'{"sharded_backend": "zarr"}')
     state = json.loads((files / "run" / "iter_0000003" / "train_state.json").read_bytes())
     _replace(files / "future", "train_state.json", json.dumps(state | {"format_version": 99}).encode())

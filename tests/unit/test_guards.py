@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from megatron_tlt.rendezvous import wait_for_all
 from megatron_tlt.train.guards import SpikeDetector
 from megatron_tlt.train.profiling import ProfilingConfig, StepProfiler
 from megatron_tlt.train.stop import StopRequests, _text
@@ -13,6 +14,7 @@ from megatron_tlt.train.watch_board import Place, late_ranks, late_text
 from megatron_tlt.train.watchdog import TimeoutConfig
 
 import torch
+import torch.distributed as dist
 
 
 def place(phase="step", iteration=7, count=20, seconds=3.0):
@@ -64,6 +66,17 @@ def test_a_signal_is_the_reason_before_the_time_limit():
     assert _text(0) is None
     assert "SIGTERM" in _text(signal.SIGTERM) and "SIGUSR1" in _text(signal.SIGUSR1)
     assert "exit_duration_in_mins" in _text(1)
+
+
+def test_who_has_not_joined_is_named_after_the_limit():
+    store = dist.HashStore()
+    store.set("0", "node0")
+    store.set("2", "node2")
+    with pytest.raises(TimeoutError, match="ranks 1, 3 of 4 have not joined within 0 s"):
+        wait_for_all(store, 4, seconds=0.3, what="ranks")
+    store.set("1", "")
+    store.set("3", "")
+    wait_for_all(store, 4, seconds=0.0, what="ranks")
 
 
 def test_handlers_are_put_back():
