@@ -58,7 +58,7 @@ ranks() {
 pretrain_short=() sft_short=() grpo_short=()
 if [ -n "${SHORT:-}" ]; then
     pretrain_short=(--training.train_iters 3 --est.ends "[1, 2]" --optimizer.lr_warmup_iters 1)
-    sft_short=(--training.train_iters 3 --optimizer.lr_warmup_iters 1)
+    sft_short=(--training.train_iters 3 --optimizer.lr_warmup_iters 1 --optimizer.lr_wsd_decay_iters 1)
     grpo_short=(--training.train_iters 1 --rollout.max_response_len 32 --evaluation.max_prompts 8)
 fi
 
