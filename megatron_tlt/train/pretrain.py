@@ -40,7 +40,8 @@ def pretrain(
         logger.nothing_to_do()
     try:
         with memory_snapshot_on_oom(config.profiling, rank=rank, folder=config.log_dir / "memory"):
-            _loop(run, logger, profiler, stop=stop, watchdog=watchdog)
+            with watchdog.phase("step", run.state.iteration):  # what is between the loop's own phases
+                _loop(run, logger, profiler, stop=stop, watchdog=watchdog)
     finally:
         logger.trace_written(profiler.close())
         logger.close()
@@ -70,7 +71,7 @@ def _loop(
         seconds = time.perf_counter() - began
         stage_ended = run.subnets.end_step(_outcome(run, result, samples, seconds))
         logger.after_step(result, seconds=seconds, samples=samples)
-        _check_finite(run, result, skipped_in_a_row)
+        _check_finite(run, result, skipped_in_a_row, saver)
         logger.spike(_unusual(run, result), samples=samples)
         last = state.iteration == training.train_iters
         if last or stage_ended:
@@ -147,21 +148,26 @@ def step_seed(seed: int, iteration: int, dp_rank: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF
 
 
-def _check_finite(run: PretrainRun, result: StepResult, skipped_in_a_row: int) -> None:
-    if result.updated:
-        return
+def _check_finite(
+    run: PretrainRun, result: StepResult, skipped_in_a_row: int, saver: CheckpointSaver | None
+) -> None:
+    """Raises NonFiniteError as the policy says, after a checkpoint that is being written is published."""
     training = run.config.training
+    stops = training.nonfinite_policy == "stop"
+    if result.updated or not (stops or skipped_in_a_row > training.max_skipped_iterations):
+        return
+    if saver is not None:
+        saver.finish()
     what = (
         f"iteration {run.state.iteration}: loss {result.loss}, gradient norm {result.grad_norm}; "
         "the update was not made"
     )
-    if training.nonfinite_policy == "stop":
+    if stops:
         raise NonFiniteError(f"{what} (training.nonfinite_policy=stop)")
-    if skipped_in_a_row > training.max_skipped_iterations:
-        raise NonFiniteError(
-            f"{what}, {skipped_in_a_row} times in a row "
-            f"(training.max_skipped_iterations={training.max_skipped_iterations})"
-        )
+    raise NonFiniteError(
+        f"{what}, {skipped_in_a_row} times in a row "
+        f"(training.max_skipped_iterations={training.max_skipped_iterations})"
+    )
 
 
 def _is_multiple(iteration: int, interval: int | None) -> bool:

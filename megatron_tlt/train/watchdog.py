@@ -45,7 +45,7 @@ class TimeoutConfig:
     data: float = 300.0
     """Waiting for the batches of a step."""
     step: float = 600.0
-    """One training step after its data is there."""
+    """One training step after its data is there; and what is between the phases."""
     save: float = 1200.0
     """Writing or publishing a checkpoint."""
     eval: float = 600.0
@@ -100,12 +100,12 @@ class Watchdog:
     @contextmanager
     def phase(self, name: str, iteration: int) -> Iterator[None]:
         """Limit what is inside to the seconds that `timeouts.<name>` gives."""
-        outer = self._phase, self._iteration
+        outer = self._phase
         self._enter(name, iteration)
         try:
             yield
         finally:
-            self._enter(*outer)
+            self._enter(outer, iteration)
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends, and wait until they have ended for that reason.

@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_tlt.parallel import init_parallel
+from megatron_tlt.train import pretrain as loop
 from megatron_tlt.train import publish
 from megatron_tlt.train.checkpoint import (
     TRACKER, CheckpointConfig, CheckpointSaver, complete_iterations, find_checkpoint, iteration_folder,
@@ -130,6 +132,26 @@ def test_a_failing_rank_is_named_on_all_ranks_and_nothing_is_published(tmp_path)
     for error in run_distributed(failing_save, 2, tmp_path / "ckpt", tmp_path):
         assert "was not saved: rank 1" in error and "No space left" in error
     assert published_iterations(tmp_path / "ckpt") == []
+
+
+def test_a_non_finite_loss_does_not_lose_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+    run = built(tmp_path / "logs", checkpoint={"save": str(tmp_path), "save_interval": 2, "async_save": True})
+    take, write = loop._take, publish.write_files
+
+    def poisoned(run, batches, samples):
+        if run.state.iteration == 2:
+            run.model[0].decoder.final_layernorm.weight.data.fill_(torch.nan)
+        return take(run, batches, samples)
+
+    def slow(*arguments):
+        time.sleep(1.0)
+        return write(*arguments)
+
+    monkeypatch.setattr(loop, "_take", poisoned)
+    monkeypatch.setattr(publish, "write_files", slow)
+    with pytest.raises(loop.NonFiniteError, match="iteration 3"):
+        pretrain(run)
+    assert complete_iterations(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("how", ["truncate", "flip", "delete"])
