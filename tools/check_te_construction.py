@@ -37,6 +37,7 @@ SHAPES = {
     "llama": dict(preset="tiny-llama", num_layers=2),
     "qwen": dict(preset="tiny-llama", num_layers=2, add_qkv_bias=True, qk_layernorm=True),
 }
+RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 VOCAB = 128
 
 
@@ -46,18 +47,18 @@ def describe(chunk: GPT, parallel: Parallel) -> dict[str, dict[str, list[int]]]:
     return {
         "parameters": {name: list(p.shape) for name, p in sorted(global_parameters(chunk))},
         "checkpoint": {
-            shard.key: list(shard.global_shape)
+            shard.key: list(shard.data.shape)
             for _, shard in sorted(shards.items())
-            if not isinstance(shard, ShardedObject) and hasattr(shard, "global_shape")
+            if not isinstance(shard, ShardedObject)
         },
     }
 
 
-def build(shape: str, parallel: Parallel, spec) -> tuple[ModelConfig, GPT]:
-    model, precision = ModelConfig(**SHAPES[shape]), PrecisionConfig(transformer_impl="local")
+def build(shape: str, parallel: Parallel, spec, **precision: object) -> tuple[ModelConfig, GPT]:
+    model, options = ModelConfig(**SHAPES[shape]), {"transformer_impl": "local"} | precision
     (chunk,) = build_chunks(
         model, parallel, vocab_size=VOCAB, params_dtype=torch.bfloat16, layer_spec=spec,
-        precision=precision,
+        precision=PrecisionConfig(**options),
     )  # fmt: skip
     return model, chunk
 
@@ -103,6 +104,9 @@ def main() -> int:
             model, chunk = build(shape, parallel, est_te_layer_spec)
             subnet = describe(chunk, parallel)
             slices = check_slices(model, chunk, parallel)
+            for recipe in RECIPES:
+                build(shape, parallel, est_te_layer_spec, transformer_impl="transformer_engine",
+                      fp8="hybrid", fp8_recipe=recipe)  # fmt: skip
         assert dense == ours, f"{shape}: Transformer Engine's layer is {dense}, ours {ours}"
         assert subnet == ours, f"{shape}: the subnet's layer is {subnet}, ours {ours}"
         record[shape] = dense | {"slices at 1/2": slices}

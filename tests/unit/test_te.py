@@ -1,12 +1,19 @@
-"""What can be said of the Transformer Engine layer without it: how its scales are translated."""
+"""What can be said of Transformer Engine's layers without it: the record of the real ones, and their scales."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_tlt.models import te
+from megatron_tlt.models.backend import local_layer_spec
+from megatron_tlt.parallel import ParallelConfig, init_parallel
+from tools.check_te_construction import SHAPES, build, describe
 
 import torch
+
+RECORD = Path(__file__).resolve().parents[2] / "tools" / "te_construction.json"
 
 WINDOW = 4
 
@@ -45,3 +52,16 @@ def test_scales_are_those_of_input_weight_and_output_gradient():
 @pytest.mark.parametrize("recipe", [None, "tensorwise"])
 def test_other_recipes_have_no_state(recipe):
     assert te.delayed_state(LinearOfTransformerEngine(recipe)) == {}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_our_layers_have_the_parameters_and_checkpoint_names_of_the_recorded_ones(shape):
+    """Written by tools/check_te_construction.py from the real package: so checkpoints interchange."""
+    record = json.loads(RECORD.read_text())
+    assert record["versions"]["transformer-engine"] == te.TE_VERSION
+    parallel = init_parallel(ParallelConfig(), seed=1)
+    _, chunk = build(shape, parallel, local_layer_spec)
+    recorded = record["shapes"][shape]
+    assert describe(chunk, parallel) == {
+        "parameters": recorded["parameters"], "checkpoint": recorded["checkpoint"]
+    }  # fmt: skip

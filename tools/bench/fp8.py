@@ -7,6 +7,10 @@ Theory: the errors of rounding two normal factors, independent (ops/fp8.rounding
 
     python -m tools.bench.fp8          # about 15 minutes of one core; writes results/fp8.json and fp8.png
     python -m tools.bench.fp8 --toy    # seconds; for CI
+    python -m tools.bench.fp8 --controls 3    # writes results/fp8_noise.json
+
+`--controls` measures how far bf16 runs lie apart whose initial weights differ by one rounding of bf16: a
+recipe's difference below that says nothing about the recipe.
 """
 
 import argparse
@@ -120,9 +124,10 @@ def batch_of(corpus: torch.Tensor, step: int, options: argparse.Namespace) -> di
 
 
 def train(
-    precision: PrecisionConfig, corpus: torch.Tensor, options: argparse.Namespace
+    precision: PrecisionConfig, corpus: torch.Tensor, options: argparse.Namespace, control: int = 0
 ) -> tuple[list[float], float]:
-    """The loss of every step, and the seconds of CPU time that it took."""
+    """The loss of every step, and the seconds of CPU time that it took. A `control` above 0 is the seed of
+    noise of one rounding on the initial weights."""
     torch.set_num_threads(1)
     parallel, before = init_parallel(ParallelConfig(), seed=1), time.process_time()
     model = ModelConfig(
@@ -134,6 +139,11 @@ def train(
         model, parallel, vocab_size=BYTES, params_dtype=torch.bfloat16, precision=precision
     )
     initialize_parameters(bare, seed=1, vocab_size=BYTES)
+    if control:
+        torch.manual_seed(control)
+        with torch.no_grad():
+            for p in bare[0].parameters():
+                p.mul_(1.0 + 2.0**-8 * torch.randn(p.shape))
     config = OptimizerConfig(
         lr=7e-4, min_lr=7e-5, lr_decay_style="cosine", lr_warmup_iters=options.steps // 20
     )
@@ -149,6 +159,26 @@ def train(
         losses.append(train_step(chunks, optimizer, [batch], parallel=parallel).loss)
         scheduler.step(increment=options.batch)
     return losses, time.process_time() - before
+
+
+def measure_noise(corpus: torch.Tensor, options: argparse.Namespace) -> None:
+    """bf16 runs that differ by a rounding of the initial weights, each against the first."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        runs = [
+            pool.submit(train, PrecisionConfig(), corpus, options, control)
+            for control in range(options.controls + 1)
+        ]
+        curves = [run.result()[0] for run in runs]
+    tail = max(1, options.steps // 10)
+    losses = [sum(curve[-tail:]) / tail for curve in curves]
+    rows = [
+        {"control": number, "steps": options.steps, "last_loss": round(loss, 5),
+         "loss_diff_pct": round(100 * abs(loss / losses[0] - 1), 4)}
+        for number, loss in enumerate(losses)
+    ]  # fmt: skip
+    summary = {"max_loss_diff_pct": max(row["loss_diff_pct"] for row in rows)}
+    write_result("fp8_noise", command_line("tools.bench.fp8"), rows, summary, folder=options.output)
 
 
 def plot(curves: dict[str, list[float]], path: Path) -> None:
@@ -184,11 +214,15 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--controls", type=int, default=0, help="measure the noise of bf16 runs instead")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     options = parser.parse_args()
     if options.toy:
         options.steps, options.layers, options.hidden, options.seq = 4, 2, 128, 64
     corpus = corpus_bytes(200_000 if options.toy else 8_000_000)
+    if options.controls:
+        measure_noise(corpus, options)
+        return
     precisions = {name: PrecisionConfig(**fields) for name, fields in PRECISIONS.items()}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
