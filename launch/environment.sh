@@ -21,10 +21,14 @@ if [ ! -e "$stamp" ]; then
     "$VENV/bin/pip" install --quiet -r requirements.txt
     if [ "$requirements" = requirements-gpu.txt ]; then
         echo "== compiling Transformer Engine's torch extension (about 25 minutes)"
+        cuda=$("$VENV/bin/python" -c 'import torch; print(torch.version.cuda)')
+        "$VENV/bin/pip" install --quiet setuptools wheel ninja pybind11 "nvidia-cuda-crt==$cuda.*" \
+            "nvidia-cuda-cccl==$cuda.*" "nvidia-cuda-nvcc==$cuda.*" "nvidia-cuda-profiler-api==$cuda.*"
         nvidia=$("$VENV/bin/python" -c 'import nvidia; print(list(nvidia.__path__)[0])')
-        "$VENV/bin/pip" install --quiet setuptools wheel ninja pybind11
-        CPATH="$(printf '%s:' "$nvidia"/*/include)${CPATH:-}" \
-            LIBRARY_PATH="$(printf '%s:' "$nvidia"/*/lib)${LIBRARY_PATH:-}" NVTE_FRAMEWORK=pytorch \
+        toolkit="$nvidia/cu${cuda%%.*}"
+        CUDA_HOME="${CUDA_HOME:-$toolkit}" NVTE_FRAMEWORK=pytorch \
+            CPATH="$toolkit/include/cccl:$(printf '%s:' "$nvidia"/*/include)${CPATH:-}" \
+            LIBRARY_PATH="$(printf '%s:' "$nvidia"/*/lib)${LIBRARY_PATH:-}" \
             "$VENV/bin/pip" install --quiet --no-build-isolation -r requirements-gpu.txt
     fi
     touch "$stamp"
