@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_tlt.rollout.native.layers import Norm
 from megatron_tlt.rollout.tuner import FixedPolicy
 from megatron_tlt.types import OFF, FinishReason, Prompt, SamplingParams
 from tests.unit.rollout_models import (
@@ -235,3 +236,25 @@ def test_bad_requests_are_refused_with_the_numbers():
         make_engine(kv_cache_bytes=100)
     with pytest.raises(ValueError, match="belong to another configuration"):
         engine.update_weights("target", [("model.norm.weight", torch.ones(3))], version=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_equals_torchs(dtype):
+    norm = Norm(48, epsilon=1e-5, bias=False, like=torch.empty(0, dtype=dtype))
+    norm.weight.uniform_(0.5, 1.5)
+    norm.pack()
+    x = torch.randn(5, 48).to(dtype) * torch.tensor([[1e-3], [0.1], [1.0], [30.0], [0.0]]).to(dtype)
+    expected = torch.nn.functional.rms_norm(x, (48,), norm.weight, 1e-5)
+    tolerance = dict(atol=1e-6, rtol=1e-6) if dtype == torch.float32 else dict(atol=0, rtol=1e-2)
+    torch.testing.assert_close(norm(x), expected, **tolerance)
+
+
+def test_bfloat16_speaks_nearly_as_float32_does():
+    """Log-probs of the same first token; later tokens may part at near ties."""
+    params = SamplingParams(temperature=0, max_tokens=1)
+    exact = make_engine().generate(PROMPTS, params)
+    rounded = make_engine(dtype=torch.bfloat16).generate(PROMPTS, params)
+    same = [(a, b) for a, b in zip(exact, rounded, strict=True) if a.tokens == b.tokens]
+    assert len(same) >= 3
+    for a, b in same:
+        assert abs(a.log_probs[0] - b.log_probs[0]) < 0.1

@@ -69,6 +69,9 @@ class EagleModel:
         own = [self.fc, self.attention.qkv, self.attention.out, self.mlp.up, self.mlp.down]
         return [*own, self.head] if self.eagle3 else own
 
+    def norms(self) -> list[Norm]:
+        return [self.norm2, self.embedding_norm, self.hidden_norm, self.norm] if self.eagle3 else [self.norm2]
+
     def forward(
         self, batch: Batch, states: torch.Tensor, cache: torch.Tensor, *, stride: int, first: bool
     ) -> torch.Tensor:

@@ -71,17 +71,31 @@ class Linear:
 
 
 class Norm:
-    """RMSNorm, or LayerNorm where there is a bias."""
+    """RMSNorm, or LayerNorm where there is a bias.
+
+    RMSNorm is written as x / hypot(|x|, sqrt(h eps)) * (weight sqrt(h)): the same function in fewer passes
+    than torch's, which took twice as long for the few rows of a decode step.
+    """
 
     def __init__(self, size: int, *, epsilon: float, bias: bool, like: torch.Tensor) -> None:
         self.shape, self.epsilon = (size,), epsilon
         self.weight = like.new_ones(size)
         self.bias = like.new_zeros(size) if bias else None
+        self.floor = torch.tensor(math.sqrt(size * epsilon), device=like.device)
+        self.pack()
+
+    def pack(self) -> None:
+        """Refresh the scaled weight; call after the weight changed."""
+        self.scaled = self.weight.float() * math.sqrt(self.shape[0])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.bias is not None:
             return F.layer_norm(x, self.shape, self.weight, self.bias, self.epsilon)
-        return F.rms_norm(x, self.shape, self.weight, self.epsilon)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        length = torch.hypot(length, self.floor)
+        if x.dtype == torch.float32:
+            return x.div(length).mul_(self.scaled)
+        return (x * length.reciprocal_()).mul_(self.scaled).to(x.dtype)
 
 
 def rotary_order(head_dim: int) -> torch.Tensor:

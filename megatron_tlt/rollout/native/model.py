@@ -197,6 +197,10 @@ class NativeModel:
         ]
         return [*inner, self.head]
 
+    def norms(self) -> list[Norm]:
+        inner = [norm for layer in self.layers for norm in (layer.norm1, layer.norm2)]
+        return [*inner, self.norm]
+
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`[t]` to `[t, h]`."""
         x = F.embedding(tokens, self.embedding)

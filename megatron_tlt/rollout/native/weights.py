@@ -95,8 +95,8 @@ class WeightLoader:
         for places, tensor in staged:
             for place in places:
                 place.put(tensor)
-        for linear in self.model.linears():
-            linear.pack()
+        for part in (*self.model.linears(), *self.model.norms()):
+            part.pack()
 
     def _ignored(self, name: str) -> bool:
         head = self._head_name()
