@@ -210,4 +210,5 @@ class FeatureSample:
     """Last tokens of the prompt; their rows come before those of `tokens` in `hidden` (and `last_hidden`),
     so `hidden[i]` belongs to `(context_tokens + tokens)[i]`."""
     last_hidden: torch.Tensor | None = None
-    """`[c + t, h]`, final states where `hidden` holds inner layers (EAGLE-3's teacher); None: `hidden` is them."""
+    """`[c + t, h]`, final states where `hidden` holds inner layers (EAGLE-3's teacher); None: `hidden` is
+    them."""

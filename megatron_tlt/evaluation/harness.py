@@ -1,8 +1,8 @@
 """lm-eval's tasks on a checkpoint, or on two side by side, offline from local files, under any TP, PP and DP.
 
-`HF_HUB_OFFLINE=1 python -m megatron_tlt.evaluation.harness --load checkpoints/ --include_path
-examples/eval_tasks --data_dir data/ --tasks [blimp_local_anaphor,lambada_local]`. The one importer of the optional package `lm_eval`. Every rank
-runs the same harness; the data-parallel replicas share the requests.
+`HF_HUB_OFFLINE=1 python -m megatron_tlt.evaluation.harness --load checkpoints/ --data_dir data/
+--include_path examples/eval_tasks --tasks [blimp_local_anaphor,lambada_local]`. The one importer of the
+optional package `lm_eval`. Every rank runs the same harness; the data-parallel replicas share the requests.
 """
 
 import contextlib
