@@ -27,7 +27,10 @@ def join_store(*, seconds: float) -> tuple[dist.Store, int, int]:
             "check MASTER_ADDR and the firewall; with several network cards set GLOO_SOCKET_IFNAME "
             "and NCCL_SOCKET_IFNAME to the one that reaches the other nodes"
         ) from error
-    meeting = dist.PrefixStore(f"join/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # torchrun keeps the store when it starts the ranks again: what the last ones left in it, their addresses
+    # for one, must not be read.
+    store = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    meeting = dist.PrefixStore("join", store)
     meeting.set(str(rank), socket.gethostname())
     if rank == 0:
         wait_for_all(meeting, size, seconds=seconds, what="ranks")
