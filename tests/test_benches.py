@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "tools" / "bench"
-PARTS = {"__init__", "common", "plain_twin", "est_data", "est_variants", "est_summary", "trl_twin"}
+PARTS = {
+    "__init__", "common", "plain_twin", "est_data", "est_variants", "est_summary", "trl_twin", "readme",
+    "readme_tables", "all",
+}  # fmt: skip
 BENCHES = sorted({p.stem for p in BENCH.glob("*.py")} - PARTS)
 
 
