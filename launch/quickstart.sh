@@ -46,8 +46,6 @@ pretrain "$out/checkpoint" "$@"
 step "the same without EST, to compare"
 pretrain "$out/dense" "$@" --est.schedule dense
 
-"$PYTHON" tools/plot_run.py --log-dir "$out/checkpoint/logs"
-
 # From here on a task with a verifier: countdown, whose answers are searches of very unequal length.
 task="$out/countdown"
 ranks() {
@@ -89,6 +87,6 @@ ranks megatron_tlt.rl --config examples/grpo_countdown_cpu.yaml \
 
 step "done"
 "$PYTHON" tools/compare_runs.py "dense=$out/dense/logs" "EST=$out/checkpoint/logs"
-"$PYTHON" tools/plot_rl.py --log-dir "$task/grpo/logs" --json "$task/figures.json"
-echo "checkpoints: $out/checkpoint, $task/grpo   logs: their logs/ (metrics.jsonl, loss.png, rl.png, tensorboard/)"
+"$PYTHON" -m megatron_tlt.report "$out" --figures "$task/figures.json"
+echo "report: $out/report/report.html   checkpoints: $out/checkpoint, $task/grpo   logs: their logs/"
 echo "The same command continues from the checkpoints; a longer run: launch/quickstart.sh --training.train_iters 400"
