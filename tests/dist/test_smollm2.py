@@ -55,9 +55,9 @@ def test_a_pretrained_model_goes_on_training_with_est_and_comes_back(tmp_path):
     assert code == 0
     steps = read_metrics(tmp_path / "end" / "logs")
     assert len(steps) == 20
-    (valid,) = read_metrics(tmp_path / "end" / "logs", "valid")
+    (valid,) = read_metrics(tmp_path / "end" / "logs", "validation")
     # One that knows nothing has ln 49152 = 10.8 nats a token, the model before training about 3.9.
-    assert valid["lm loss"] < 0.4 * math.log(49152)
+    assert valid["lm loss validation"] < 0.4 * math.log(49152)
     parallel = init_parallel(ParallelConfig(), seed=0)
     result = megatron_to_hf(tmp_path / "end", tmp_path / "back", parallel)
     assert result.max_logit_difference < 1e-4
