@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy
 
+from megatron_tlt.report.colors import label_colors
 from megatron_tlt.report.timeline import Event, Lane
 
 # Times are whole numbers of a unit that fits the span into 32 bits, at least this many seconds.
@@ -15,7 +16,7 @@ def columns_of(lanes: Sequence[Lane]) -> dict[str, object]:
     """Lanes and events, lane after lane, each by start.
 
     `start`, `end` (in `unit` seconds from the first event on), `step`, `label` and `text` (numbers in
-    `labels` and `texts`) are base64 of little-endian uint32; lane i has the events
+    `labels`, which have `colors`, and `texts`) are base64 of little-endian uint32; lane i has the events
     `lanes[i].first .. lanes[i + 1].first`.
     """
     events = [event for lane in lanes for event in lane.events]
@@ -37,6 +38,7 @@ def columns_of(lanes: Sequence[Lane]) -> dict[str, object]:
         "label": _encoded([labels.number(event.label) for event in events]),
         "text": _encoded([texts.number(_text(event)) for event in events]),
         "labels": labels.known,
+        "colors": label_colors(labels.known),
         "texts": texts.known,
     }
 

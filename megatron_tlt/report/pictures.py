@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.report.page import COLORS
+from megatron_tlt.report.colors import label_colors, run_color
 from megatron_tlt.report.panels import CHARTS, TITLES, Panel, panels_of
 from megatron_tlt.report.run import Kind, Run
 from megatron_tlt.report.timeline import Event, lanes_of
@@ -60,7 +60,7 @@ def _draw(place, runs: Sequence[Run], kind: Kind, panel: Panel, axis: str) -> No
         if axis in series.x:
             place.plot(
                 series.x[axis], series.y, _DASHES[series.style % len(_DASHES)], label=series.name,
-                color=COLORS[series.run % len(COLORS)], marker="o" if series.markers else None,
+                color=run_color(series.run), marker="o" if series.markers else None,
                 markersize=4, linewidth=1.4,
             )  # fmt: skip
     for run in runs:
@@ -83,7 +83,7 @@ def _write_timeline(events: Sequence[Event], path: Path) -> Path:
     chosen = [event for event in events if event.step == shown]
     lanes = lanes_of(chosen)[:_MOST_LANES]
     labels = list(dict.fromkeys(event.label for lane in lanes for event in lane.events))
-    colors = {label: pyplot.get_cmap("tab20")(number % 20) for number, label in enumerate(labels)}
+    colors = dict(zip(labels, label_colors(labels)))
     figure, place = pyplot.subplots(figsize=(14, 1.5 + 0.22 * len(lanes)), layout="constrained")
     origin = min(event.start for event in chosen)
     for row, lane in enumerate(lanes):
@@ -94,7 +94,8 @@ def _write_timeline(events: Sequence[Event], path: Path) -> Path:
     place.invert_yaxis()
     place.set(xlabel="seconds", title=f"Step {shown}")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colors[label]) for label in labels]
-    place.legend(handles, labels, fontsize=7, ncols=min(len(labels), 8), loc="lower right")
+    place.legend(handles, labels, fontsize=7, ncols=min(len(labels), 8), loc="upper left",
+                 bbox_to_anchor=(0, -0.5 / figure.get_figheight()), frameon=False)  # fmt: skip
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path

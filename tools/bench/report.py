@@ -67,8 +67,8 @@ def _event(rank: int, step: int, phase: str, start: float, end: float, **details
 def write_run(folder: Path, *, events: int, ranks: int = 4, steps: int = 10) -> None:
     """A made-up RL run with about as many timeline events."""
     (folder / "logs" / "timeline").mkdir(parents=True)
-    # A decode step comes with about half a request.
-    decodes = max(4, round(events / ranks / steps / 1.5))
+    # A decode step comes with nearly two requests.
+    decodes = max(4, round(events / ranks / steps / 2.8))
     for rank in range(ranks):
         lines = map(json.dumps, rank_events(rank, steps, decodes, random.Random(rank)))
         (folder / "logs" / "timeline" / f"rank_{rank}.jsonl").write_text("\n".join(lines) + "\n")

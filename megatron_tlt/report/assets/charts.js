@@ -40,11 +40,12 @@
   function layout(chart, xTitle) {
     return {
       title: { text: chart.title, font: { size: 14 }, x: 0.02, xanchor: "left" },
-      margin: { l: 62, r: 14, t: 40, b: 78 }, hovermode: chart.bar ? "closest" : "x unified",
-      xaxis: { title: { text: xTitle, standoff: 6 }, gridcolor: "#eceef1", zeroline: false, automargin: true },
+      margin: { l: 62, r: 14, t: 40, b: 70 }, hovermode: "x unified",
+      xaxis: { title: { text: xTitle, standoff: 6 }, gridcolor: "#eceef1", zeroline: false, automargin: true,
+               ...(chart.powers ? { type: "log", dtick: Math.log10(2) } : {}) },
       yaxis: { title: { text: chart.unit, standoff: 6 }, type: chart.log ? "log" : "linear", gridcolor: "#eceef1",
                zeroline: false, automargin: true, exponentformat: "power" },
-      legend: { orientation: "h", y: -0.26, x: 0, font: { size: 11 } },
+      legend: { orientation: "h", y: -0.2, x: 0, font: { size: 11 } },
       font: { family: "system-ui, sans-serif", size: 12 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
       barmode: "stack", showlegend: true,
     };

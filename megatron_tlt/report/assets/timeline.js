@@ -3,12 +3,7 @@
 // pixel of a lane only as many are painted as can be told apart, so 10^5 events cost a few milliseconds.
 (() => {
   const ROW = 15, GAP = 2, TOP = 22, LEFT = 150, MAX_HEIGHT = 620;
-  const COLORS = {
-    generate: "#4c78d0", train_drafter: "#e2902c", wait: "#d9dce1", idle: "#d9dce1", reward: "#9b6cc4",
-    log_probs: "#45a6a0", update: "#3f9a54", publish: "#c2578f", save: "#8a6d4e", evaluate: "#7f9fd6",
-    off: "#9aa3af", prefill: "#2d3f66",
-  };
-  const PALETTE = ["#d1495b", "#edae49", "#00798c", "#66a182", "#8d6a9f", "#30638e", "#c17c74", "#5f6caf", "#b5651d"];
+  const BRIGHT = new Set(["#d3d7dd", "#eceef1", "#edae49", "#f6f0d8"]);
   const hover = document.getElementById("hover");
 
   function decode(text) {
@@ -30,7 +25,9 @@
       this.canvas = section.querySelector("canvas");
       this.context = this.canvas.getContext("2d");
       this.last = this.end.reduce((a, b) => Math.max(a, b), 1);
-      this.colors = this.chooseColors();
+      this.colors = data.colors;
+      // Every other request of a lane, to tell neighbours apart.
+      this.paler = data.colors.map((color) => color + "b0");
       this.hiddenLabels = new Set();
       this.filter = { step: "", rank: "", text: "" };
       this.view = { from: 0, to: this.last, row: 0 };
@@ -40,11 +37,6 @@
       this.listen();
       new ResizeObserver(() => this.resize()).observe(this.canvas.parentElement);
       this.resize();
-    }
-
-    chooseColors() {
-      let next = 0;
-      return this.data.labels.map((label) => COLORS[label] || PALETTE[next++ % PALETTE.length]);
     }
 
     fillControls() {
@@ -234,28 +226,30 @@
 
     drawLane(number, y) {
       const c = this.context, end = this.firsts[number][1], { from, to } = this.view;
-      let filled = -1, color = null;
+      const request = this.data.lanes[number].kind === "request";
+      let filled = -1;
       for (let i = this.firstAfter(number, from); i < end && this.start[i] < to; i++) {
         if (!this.shown[i]) continue;
         const x0 = LEFT + (this.start[i] - from) * this.scale, x1 = LEFT + (this.end[i] - from) * this.scale;
         // What ends on a pixel that is painted already cannot be told from it.
         if (x1 <= filled) continue;
-        const left = Math.max(x0, filled), width = Math.max(x1 - left, 1);
-        if (color !== this.label[i]) c.fillStyle = this.colors[(color = this.label[i])];
-        // A gap between neighbours that are wide enough to see it.
-        c.fillRect(left, y, width > 3 ? width - 0.5 : width, ROW - GAP);
+        // Whole pixels, or the edges of many narrow events would fade into each other.
+        const left = Math.max(Math.floor(x0), filled), width = Math.max(Math.round(x1) - left, 1);
+        c.fillStyle = (request && (i & 1) ? this.paler : this.colors)[this.label[i]];
+        c.fillRect(left, y, width > 4 ? width - 1 : width, ROW - GAP);
         filled = left + width;
         this.painted++;
-        if (width > 60) this.caption(i, left, y, width), (color = null);
+        if (width > 60) this.caption(i, left, y, width);
       }
     }
 
     caption(i, x, y, width) {
       const c = this.context;
       c.font = "10px system-ui, sans-serif";
-      c.fillStyle = ["#d9dce1", "#edae49", "#9aa3af"].includes(this.colors[this.label[i]]) ? "#1b2028" : "#fff";
+      c.fillStyle = BRIGHT.has(this.colors[this.label[i]]) ? "#1b2028" : "#fff";
       const left = Math.max(x, LEFT), room = x + width - left - 8;
-      const text = this.data.labels[this.label[i]] + (room > 170 && this.data.texts[this.text[i]] ? `: ${this.data.texts[this.text[i]]}` : "");
+      const details = this.data.texts[this.text[i]], label = this.data.labels[this.label[i]];
+      const text = details.startsWith("request ") ? details.slice(8) : label + (room > 170 && details ? `: ${details}` : "");
       if (room <= 30) return;
       c.save();
       c.beginPath();
