@@ -15,7 +15,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig, collate
+from megatron_tlt.draft.batch import collate
+from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig
 from megatron_tlt.models.drafter import Drafter, DrafterConfig
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
 from megatron_tlt.types import FeatureSample, Prompt, SamplingParams

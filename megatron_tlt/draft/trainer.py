@@ -6,20 +6,22 @@ or for EAGLE-3 the cross entropy alone over the draft vocabulary; with several p
 `pass_decay`^j (HASS, EAGLE-3).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_tlt.draft.batch import DraftBatch
 from megatron_tlt.models.drafter import Drafter
 from megatron_tlt.ops.draft_losses import (
     accept_rates,
+    acceptance_loss,
     feature_loss,
     masked_mean,
+    overlap,
     soft_cross_entropy,
 )
-from megatron_tlt.types import FeatureSample
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,6 +45,10 @@ class DrafterTrainerConfig:
     """Weight of the state loss (EAGLE-1/2)."""
     token_weight: float = 0.1
     """Weight of the soft cross entropy (EAGLE-1/2; EAGLE-3 has no other loss)."""
+    acceptance_weight: float = 0.0
+    """Weight of the chance that a sampled draft is rejected (for verification by p/q rejection)."""
+    rejection_weight: float = 0.0
+    """Rows weigh 1 plus this times the chance that a draft there is rejected now."""
     feature_noise: float = 0.0
     """Half-width of uniform noise on the input features."""
     seed: int = 0
@@ -55,57 +61,6 @@ class DrafterTrainerConfig:
                 f"lr_warmup_iters={self.lr_warmup_iters}: need num_passes >= 1, lr > 0, clip_grad > 0, "
                 "lr_warmup_iters >= 0"
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DraftBatch:
-    """Right-padded sequences. Row i: `tokens[i]` was drawn from state i; row i + 1 is its lesson."""
-
-    tokens: torch.Tensor
-    """`[b, s]`"""
-    features: torch.Tensor
-    """`[b, s, f]`"""
-    last_hidden: torch.Tensor
-    """`[b, s, h]`, final states (the same tensor as `features` for EAGLE-1/2)."""
-    mask: torch.Tensor
-    """bool `[b, s]`, rows that are no padding."""
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.mask.sum())
-
-
-def collate(samples: Sequence[FeatureSample], *, max_rows: int | None = None) -> DraftBatch:
-    """Prompt context (where captured) and response of each sample, the last `max_rows` rows of them."""
-    if not samples:
-        raise ValueError("no feature samples to make a batch of: capture features first")
-    rows = [_rows(sample, max_rows) for sample in samples]
-    longest = max(len(tokens) for tokens, _, _ in rows)
-
-    def pad(tensors: list[torch.Tensor]) -> torch.Tensor:
-        out = tensors[0].new_zeros(len(tensors), longest, *tensors[0].shape[1:])
-        for line, tensor in zip(out, tensors, strict=True):
-            line[: len(tensor)] = tensor
-        return out
-
-    tokens, features, last = zip(*rows, strict=True)
-    lengths = torch.tensor([len(t) for t in tokens])
-    padded = pad(list(features))
-    return DraftBatch(
-        tokens=pad(list(tokens)),
-        features=padded,
-        last_hidden=padded if samples[0].last_hidden is None else pad(list(last)),
-        mask=torch.arange(longest) < lengths[:, None],
-    )
-
-
-def _rows(
-    sample: FeatureSample, max_rows: int | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens = torch.tensor(sample.context_tokens + sample.tokens)
-    last = sample.hidden if sample.last_hidden is None else sample.last_hidden
-    keep = slice(-max_rows, None) if max_rows else slice(None)
-    return tokens[keep], sample.hidden[keep], last[keep]
 
 
 class DrafterTrainer:
@@ -124,7 +79,26 @@ class DrafterTrainer:
             betas=(config.adam_beta1, config.adam_beta2),
             weight_decay=config.weight_decay,
         )
+        for parameter in model.parameters():  # as AdamW does at its first step
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
         self.generator = torch.Generator().manual_seed(config.seed)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters and Adam's moments, always in the same order."""
+        parameters = list(self.model.parameters())
+        states = [self.optimizer.state[parameter] for parameter in parameters]
+        moments = [state[name] for name in ("exp_avg", "exp_avg_sq") for state in states]
+        return [*parameters, *moments]
+
+    def set_iteration(self, iteration: int) -> None:
+        """Go on as after so many steps."""
+        self.iteration = iteration
+        for state in self.optimizer.state.values():
+            state["step"].fill_(iteration)
 
     def step(self, batch: DraftBatch) -> dict[str, float]:
         """One update. Returns loss, its parts of the first pass, gradient norm, rate and accept length."""
@@ -155,39 +129,49 @@ class DrafterTrainer:
         if self.config.feature_noise and torch.is_grad_enabled():
             noise = torch.rand(features.shape, generator=self.generator).to(features)
             features = features + (2 * noise - 1) * self.config.feature_noise
-        outputs = self.model.passes(batch.tokens, features, count=passes)
-        wanted, following = batch.last_hidden[:, 1:], batch.tokens[:, 1:]
-        valid = batch.mask[:, 1:]
+        outputs = self.model.passes(batch.tokens, features, count=passes, rows=batch.rows)
+        wanted, following, lessons = batch.last_hidden[:, 1:], batch.tokens[:, 1:], batch.lessons()
         with torch.no_grad():
             teacher = self.model.target_logits(wanted)
         total, metrics, hits = features.new_zeros(()), {}, []
         for j, output in enumerate(outputs):
-            mask = valid & (torch.arange(valid.shape[1]) >= j)
+            mask = lessons & (batch.positions[:, :-1] >= j)
             logits = self.model.logits(output[:, :-1])
             guess = self.model.target_tokens(logits.detach().argmax(-1))
             hits.append(guess == following)
-            part = self._one_pass(output[:, :-1], logits, wanted, teacher, mask)
+            part = self._one_pass(output[:, :-1], logits, wanted, teacher, self._weights(batch, mask))
             if j == 0:
                 metrics = {name: float(value.detach()) for name, value in part.items() if name != "sum"}
-                metrics["accuracy"] = float(masked_mean(hits[0].float(), valid))
+                metrics["accuracy"] = float(masked_mean(hits[0].float(), lessons))
             total = total + self.config.pass_decay**j * part["sum"]
-        rates = accept_rates(hits, valid)
-        metrics["accept_length"] = 1.0 + float(rates.sum())
+        metrics["accept_length"] = 1.0 + float(accept_rates(hits, lessons).sum())
         return total, metrics
+
+    @staticmethod
+    def _weights(batch: DraftBatch, mask: torch.Tensor) -> torch.Tensor:
+        return mask if batch.weights is None else mask * batch.weights[:, :-1]
 
     def _one_pass(
         self, output: torch.Tensor, logits: torch.Tensor, wanted: torch.Tensor,
         teacher: torch.Tensor, mask: torch.Tensor,
     ) -> dict[str, torch.Tensor]:  # fmt: skip
         """Losses of one pass; EAGLE-3 leaves out rows whose likeliest token it cannot say."""
-        if self.model.config.layout == "eagle3":
-            sayable = self.model.t2d[teacher.argmax(-1)]
-            token = soft_cross_entropy(logits, teacher[..., self.model.t2d], mask & sayable)
-            return {"token_loss": token, "sum": token}
-        feature = feature_loss(output, wanted, mask)
+        config, eagle3 = self.config, self.model.config.layout == "eagle3"
+        if eagle3:
+            mask = mask * self.model.t2d[teacher.argmax(-1)]
+            teacher = teacher[..., self.model.t2d]
+        if config.rejection_weight:
+            rejected = 1 - overlap(logits.detach(), teacher)
+            mask = mask * (1 + config.rejection_weight * rejected)
         token = soft_cross_entropy(logits, teacher, mask)
-        weighted = self.config.feature_weight * feature + self.config.token_weight * token
-        return {"feature_loss": feature, "token_loss": token, "sum": weighted}
+        part = {"token_loss": token, "sum": token if eagle3 else config.token_weight * token}
+        if not eagle3:
+            part["feature_loss"] = feature_loss(output, wanted, mask)
+            part["sum"] = part["sum"] + config.feature_weight * part["feature_loss"]
+        if config.acceptance_weight:
+            part["acceptance_loss"] = acceptance_loss(logits, teacher, mask)
+            part["sum"] = part["sum"] + config.acceptance_weight * part["acceptance_loss"]
+        return part
 
     def state_dict(self) -> dict[str, Any]:
         """Drafter, optimizer, iteration and noise: what a resumed run needs."""

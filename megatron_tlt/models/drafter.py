@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-Past = list[tuple[torch.Tensor, torch.Tensor]]
+from megatron_tlt.models.drafter_layers import DraftLayer, Past, Rows, rotary_angles
+
 _ARCHITECTURES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
 
 
@@ -132,7 +133,7 @@ class DrafterConfig:
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's choice: input states of layers 2, L/2 and L-3. Raises ValueError below 6 layers."""
+    """EAGLE-3's choice: input states of layers 2, L/2 and L-3. Raises ValueError below 7 layers."""
     layers = (2, num_layers // 2, num_layers - 3)
     if not layers[0] < layers[1] < layers[2]:
         raise ValueError(
@@ -154,14 +155,14 @@ class Drafter(nn.Module):
         eagle3, size = config.layout == "eagle3", config.hidden_size
         self.fc = nn.Linear(config.feature_size if eagle3 else 2 * size, size, bias=not eagle3)
         if eagle3:
-            self.midlayer = _Layer(config)
+            self.midlayer = DraftLayer(config)
             self.norm = nn.RMSNorm(size, eps=config.norm_epsilon)
             self.lm_head = nn.Linear(size, config.head_size, bias=False)
             self.register_buffer("d2t", torch.zeros(config.head_size, dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
             self.draft_tokens(range(config.head_size))
         else:
-            self.layers = nn.ModuleList([_Layer(config)])
+            self.layers = nn.ModuleList([DraftLayer(config)])
         self.embedding: torch.Tensor | None = None
         self.head: torch.Tensor | None = None
         for parameter in self.parameters():
@@ -189,21 +190,26 @@ class Drafter(nn.Module):
         self.t2d.zero_()[chosen] = True
 
     def passes(
-        self, tokens: torch.Tensor, features: torch.Tensor, *, count: int
+        self, tokens: torch.Tensor, features: torch.Tensor, *, count: int, rows: Rows | None = None
     ) -> list[torch.Tensor]:
         """Training-time test: `count` outputs `[b, s, h]`, pass j as the engine's draft step j would see it.
 
-        tokens `[b, s]`, features `[b, s, f]`. In pass j, row i replaces the target's state by pass j-1's
-        output at row i-1, and attends to pass 0 up to row i-j, then to pass m at row i-j+m (EAGLE-3,
-        section 3.1; HASS). Rows below j of pass j mean nothing.
+        tokens `[b, s]`, features `[b, s, f]`; `rows` says how sequences are packed (default: one a line). In
+        pass j, row i replaces the target's state by pass j-1's output at row i-1, and attends to pass 0 up
+        to row i-j, then to pass m at row i-j+m (EAGLE-3, section 3.1; HASS). Rows below j of a sequence
+        mean nothing in pass j.
         """
         embedded = F.embedding(tokens, self.embedding).to(self.fc.weight.dtype)
-        table = _rotary(self.config, tokens.shape[1], device=tokens.device)
+        rows = rows or Rows.unpacked(tokens)
+        table = rotary_angles(
+            rows.positions, head_dim=self.config.head_dim, base=self.config.rotary_base
+        )
         past: Past = []
         outputs: list[torch.Tensor] = []
         state = features
         for index in range(count):
-            outputs.append(self._layer(self._join(embedded, state, first=index == 0), table, past))
+            joined = self._join(embedded, state, first=index == 0)
+            outputs.append(self._layer(joined, table, past, rows))
             state = F.pad(outputs[-1], (0, 0, 1, 0))[:, :-1]
         return outputs
 
@@ -214,9 +220,9 @@ class Drafter(nn.Module):
             return self.fc(torch.cat((embedded, state), -1))
         return torch.cat((embedded, self.fc(state) if first else state), -1)
 
-    def _layer(self, x: torch.Tensor, table: torch.Tensor, past: Past) -> torch.Tensor:
+    def _layer(self, x: torch.Tensor, table: torch.Tensor, past: Past, rows: Rows) -> torch.Tensor:
         layer = self.midlayer if self.config.layout == "eagle3" else self.layers[0]
-        return layer(x, table, past)
+        return layer(x, table, past, rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[..., h]` to `[..., v]`, or for EAGLE-3 to its own draft vocabulary."""
@@ -231,103 +237,3 @@ class Drafter(nn.Module):
     def target_tokens(self, draft: torch.Tensor) -> torch.Tensor:
         """Draft vocabulary to the target's."""
         return draft + self.d2t[draft] if self.config.layout == "eagle3" else draft
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.eagle3, size = config.layout == "eagle3", config.hidden_size
-        norm = dict(eps=config.norm_epsilon)
-        if self.eagle3:
-            self.input_layernorm = nn.RMSNorm(size, **norm)
-            self.hidden_norm = nn.RMSNorm(size, **norm)
-        self.self_attn = _Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(size, **norm)
-        self.mlp = _Mlp(config)
-
-    def forward(self, x: torch.Tensor, table: torch.Tensor, past: Past) -> torch.Tensor:
-        inner = residual = x
-        if self.eagle3:
-            embedded, residual = x.chunk(2, -1)
-            inner = torch.cat((self.input_layernorm(embedded), self.hidden_norm(residual)), -1)
-        x = residual + self.self_attn(inner, table, past)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class _Mlp(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        sizes = config.hidden_size, config.ffn_hidden_size
-        self.gate_proj, self.up_proj = nn.Linear(*sizes, bias=False), nn.Linear(*sizes, bias=False)
-        self.down_proj = nn.Linear(*reversed(sizes), bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.heads, self.groups, self.dim = (
-            config.num_attention_heads, config.num_query_groups, config.head_dim,
-        )  # fmt: skip
-        width = config.hidden_size * (2 if config.layout == "eagle3" else 1)
-        self.q_proj = nn.Linear(width, self.heads * self.dim, bias=False)
-        self.k_proj = nn.Linear(width, self.groups * self.dim, bias=False)
-        self.v_proj = nn.Linear(width, self.groups * self.dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor, table: torch.Tensor, past: Past) -> torch.Tensor:
-        """Appends this pass's keys and values to `past`."""
-        q = _rotate(self._heads(self.q_proj(x), self.heads), table)
-        k = _rotate(self._heads(self.k_proj(x), self.groups), table)
-        v = self._heads(self.v_proj(x), self.groups)
-        repeats = self.heads // self.groups
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        past.append((k, v))
-        if len(past) == 1:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            out = _attend_passes(q, past)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        return x.unflatten(-1, (count, self.dim)).transpose(1, 2)  # [b, n, s, d]
-
-
-def _attend_passes(q: torch.Tensor, past: Past) -> torch.Tensor:
-    """Attention of pass j = len(past) - 1 over pass 0 up to row i - j, then pass m at row i - j + m."""
-    j, rows = len(past) - 1, q.shape[2]
-    scale = q.shape[-1] ** -0.5
-    steps = torch.arange(rows, device=q.device)
-    first = (q @ past[0][0].transpose(-1, -2)) * scale
-    first = first.masked_fill(steps > steps[:, None] - j, float("-inf"))
-    columns, values = [first], []
-    for m in range(1, j + 1):
-        key, value = (_down(x, j - m) for x in past[m])
-        score = (q * key).sum(-1, keepdim=True) * scale
-        columns.append(score.masked_fill((steps < j - m)[:, None], float("-inf")))
-        values.append(value)
-    weights = torch.cat(columns, -1).softmax(-1)
-    out = weights[..., :rows] @ past[0][1]
-    for m, value in enumerate(values):
-        out = out + weights[..., rows + m : rows + m + 1] * value
-    return out
-
-
-def _down(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Row i becomes row i - rows, zeros on top."""
-    return F.pad(x, (0, 0, rows, 0))[:, :, : x.shape[2]] if rows else x
-
-
-def _rotary(config: DrafterConfig, rows: int, *, device: torch.device) -> torch.Tensor:
-    """Angles `[s, d / 2]`."""
-    exponent = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
-    return torch.outer(torch.arange(rows, device=device).float(), config.rotary_base**-exponent)
-
-
-def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Hugging Face's half-split rotation of `[b, n, s, d]`."""
-    a, b = x.chunk(2, -1)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -1,7 +1,7 @@
 """Losses that teach a drafter to continue the target: states, and token distributions.
 
-Legend: b sequences, s rows, h hidden, v vocabulary, p passes. `mask` `[b, s]` says which rows count; every
-loss is a mean over them.
+Legend: b sequences, s rows, h hidden, v vocabulary, p passes. `mask` `[b, s]` says which rows count, or how
+much; every loss is a mean over them.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,10 @@ import torch.nn.functional as F
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of `[b, s]` where `mask` is True; 0 where nothing counts."""
-    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+    """Mean of `[b, s]` where `mask` is True, or weighted by it; 0 where nothing counts."""
+    weights = mask.to(values.dtype)
+    total = weights.sum()
+    return torch.where(weights > 0, values * weights, 0.0).sum() / torch.where(total > 0, total, 1.0)
 
 
 def feature_loss(
@@ -30,6 +32,22 @@ def soft_cross_entropy(
     target = torch.softmax(target_logits.float(), -1)
     per_row = -(target * torch.log_softmax(logits.float(), -1)).sum(-1)
     return masked_mean(per_row, mask)
+
+
+def overlap(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+    """Chance `[b, s]` that a draft drawn from `logits` is accepted by p/q rejection: sum of min(p, q)."""
+    return torch.minimum(torch.softmax(logits.float(), -1), torch.softmax(target_logits.float(), -1)).sum(-1)
+
+
+def acceptance_loss(
+    logits: torch.Tensor, target_logits: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Total variation distance of the two distributions: the chance that a sampled draft is rejected.
+
+    What rejection sampling pays for is this itself, not a divergence (https://arxiv.org/abs/2211.17192,
+    theorem 3.5).
+    """
+    return masked_mean(1 - overlap(logits, target_logits), mask)
 
 
 def accept_rates(hits: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ from typing import Literal
 from megatron_tlt.data.prompts import PromptDataConfig
 from megatron_tlt.data.rewards import RewardConfig
 from megatron_tlt.data.tokenizer import TokenizerConfig
+from megatron_tlt.draft.trainer import DrafterTrainerConfig
+from megatron_tlt.draft.trigger import TriggerConfig
 from megatron_tlt.models.gpt import ModelConfig
 from megatron_tlt.parallel import ParallelConfig
 from megatron_tlt.rl.algorithms import AlgorithmConfig
@@ -16,7 +18,7 @@ from megatron_tlt.train.optimizer import OptimizerConfig
 
 import torch
 
-Speculation = Literal["off", "ngram"]
+Speculation = Literal["off", "ngram", "frozen", "tlt"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,6 +126,44 @@ class EvaluationConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class DraftingConfig:
+    """The drafter of speculation frozen and tlt, and its training on ranks that have nothing else to do."""
+
+    trainer: DrafterTrainerConfig
+    """Loss and optimizer."""
+    trigger: TriggerConfig
+    """When training is worth it."""
+    layout: Literal["eagle", "eagle3"] = "eagle"
+    """EAGLE-1/2, or EAGLE-3 (three inner states, a head of its own; targets of 7 layers and more)."""
+    path: str | None = None
+    """Folder of a drafter to start from (tools/train_drafter.py); default: random weights, for tlt only."""
+    idle_ranks: int = 1
+    """Ranks without requests from which on they train."""
+    micro_rows: int = 512
+    """Rows of one update: what a rollout may have to wait for."""
+    min_updates: int = 0
+    """Updates that each rank makes in a step even without idle time; they are on the critical path."""
+    buffer_rows: int = 32768
+    """States of responses that a rank keeps to train on."""
+    kept_share: float = 0.5
+    """Share of them for the longest responses of the step before."""
+    reward_weight: float = 0.0
+    """A kept response weighs 1 plus this times its reward, where that is above 0."""
+
+    def __post_init__(self) -> None:
+        if self.idle_ranks < 1 or self.min_updates < 0 or self.reward_weight < 0:
+            raise ValueError(
+                f"drafter.idle_ranks={self.idle_ranks}, min_updates={self.min_updates}, reward_weight="
+                f"{self.reward_weight}: need idle_ranks >= 1, min_updates >= 0, reward_weight >= 0"
+            )
+        if not 2 <= self.micro_rows <= self.buffer_rows or not 0 <= self.kept_share <= 1:
+            raise ValueError(
+                f"drafter.micro_rows={self.micro_rows}, buffer_rows={self.buffer_rows}, kept_share="
+                f"{self.kept_share}: need 2 <= micro_rows <= buffer_rows and a share of 0 to 1"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
 class RlConfig:
     """An RL run: the policy trains and generates on the same ranks."""
 
@@ -147,6 +187,8 @@ class RlConfig:
     """Saving and loading; load takes a checkpoint of any stage, or a Hugging Face folder."""
     logging: LoggingConfig
     """Log line, metrics files."""
+    drafter: DraftingConfig
+    """The drafter of speculation frozen and tlt."""
     model: ModelConfig | None = None
     """Shape of the model; default: the checkpoint's."""
     tokenizer: TokenizerConfig | None = None
@@ -154,7 +196,9 @@ class RlConfig:
     pretrained_checkpoint: str | None = None
     """Where the weights come from while checkpoint.load is the still empty folder of checkpoint.save."""
     speculation: Speculation = "off"
-    """off, or ngram: drafts from what the prompt's other responses said, when that measures faster."""
+    """off; ngram: drafts from what the prompt's other responses said; frozen: a trained drafter too, which
+    stays as it is; tlt: it learns from the responses while ranks wait in the tail of a rollout. Every decode
+    step takes what measures fastest, plain decoding included; no token changes."""
     save_debug_rollout_data: str | None = None
     """Folder for a JSON-lines file a step with every response, its reward and log-probabilities."""
     load_debug_rollout_data: str | None = None
@@ -173,6 +217,12 @@ class RlConfig:
             raise ValueError("debug_rollout_only needs save_debug_rollout_data")
         if self.evaluation.sets and self.debug_train_only:
             raise ValueError("debug_train_only has no engine to evaluate with: leave evaluation.sets out")
+        if self.speculation == "frozen" and self.drafter.path is None:
+            raise ValueError(
+                "speculation=frozen needs drafter.path, a trained drafter: tools/train_drafter.py makes one"
+            )
+        if self.speculation == "tlt" and self.debug_rollout_only:
+            raise ValueError("debug_rollout_only trains nothing: use speculation=frozen, ngram or off")
         samples, size = self.rollout.num_samples, self.global_batch_size
         if size < 1 or samples % size:
             raise ValueError(
@@ -182,6 +232,11 @@ class RlConfig:
             )
         if self.rollout.temperature == 0 and not self.debug_rollout_only:
             raise ValueError("rollout.temperature=0 gives n equal responses: nothing to learn; raise it")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a drafter with weights."""
+        return self.speculation in ("frozen", "tlt")
 
     @property
     def global_batch_size(self) -> int:

@@ -19,6 +19,7 @@ from megatron_tlt.data.rewards import (
 from megatron_tlt.data.tokenizer import Tokenizer
 from megatron_tlt.parallel import Parallel
 from megatron_tlt.rl.algorithms import AlgorithmConfig, choose_groups, fill_batch, shape_rewards
+from megatron_tlt.rl.drafting import Drafting
 from megatron_tlt.rl.dump import Sample, in_order
 from megatron_tlt.rl.phases import Phase, PhaseClock
 from megatron_tlt.rl.schedule import (
@@ -50,6 +51,8 @@ class Generator:
     slots: int
     """Responses that an engine has under way while prompts are left in the queue."""
     clock: PhaseClock
+    drafting: Drafting
+    """Learns from the responses; takes the time from the last own one to the last of all ranks."""
 
     def run(
         self,
@@ -72,24 +75,31 @@ class Generator:
         group_of = {prompt.prompt_id: group for group, prompt in enumerate(prompts)}
         rollouts, tickets = [], []
         with self.clock(phases[0]):
+            self.drafting.begin(step)
             feed = self.feeds(self.predictor.order(prompts))
             for rollout in generate_from(
                 self.engine, feed, params, step=step, slots=self.slots
             ):
                 rollouts.append(rollout)
+                self.drafting.collect()
                 if self.parallel.tp_rank == 0:
                     record = records[group_of[rollout.prompt_id]]
                     tickets.append(self.scorer.submit(self._request(record, rollout, params)))
+            self.drafting.fill_tail()
         with self.clock(phases[1]):
             results = self.scorer.collect(tickets)
             mine = [
                 Sample(group=group_of[rollout.prompt_id], rollout=rollout, reward=result)
                 for rollout, result in zip(rollouts, results)
             ]
-            samples = in_order(gather_everywhere(mine, self.parallel))
+            with self.clock.timeline.span("wait"):
+                samples = in_order(gather_everywhere(mine, self.parallel))
         wanted = [(group, i) for group in range(len(records)) for i in range(params.n)]
         assert [(s.group, s.rollout.sample_index) for s in samples] == wanted, "a response is missing"
         self.predictor.observe([s.rollout for s in samples])
+        self.drafting.weigh(
+            {(s.rollout.prompt_id, s.rollout.sample_index): s.reward.score for s in samples}
+        )
         errors = [s.reward.error for s in samples if s.reward.error]
         check_error_rate(
             len(errors), len(samples), max_error_rate=self.rewards.max_error_rate, examples=errors

@@ -8,6 +8,7 @@ from megatron_tlt.rl.batch import BatchLayout, build_train_batch
 from megatron_tlt.rl.dump import Sample, read_dump, write_dump
 from megatron_tlt.rl.generation import Collection
 from megatron_tlt.rl.metrics import (
+    ledger_metrics,
     length_metrics,
     repetition_fraction,
     reward_metrics,
@@ -23,6 +24,8 @@ from megatron_tlt.train.checkpoint import (
 )
 from megatron_tlt.train.optimizer import gathered_parameters
 from megatron_tlt.train.stop import StopRequests
+
+import torch.distributed as dist
 
 Metrics = dict[str, float]
 
@@ -43,6 +46,7 @@ def train(run: RlRun, *, stop: StopRequests | None = None) -> TrainState:
             logger.evaluation(evaluate(run))
         while state.iteration < training.train_iters:
             began = time.perf_counter()
+            run.clock.timeline.begin_step(state.iteration + 1)
             collected = generate(run)
             metrics = rollout_metrics(collected)
             trains = not run.config.debug_rollout_only
@@ -50,17 +54,22 @@ def train(run: RlRun, *, stop: StopRequests | None = None) -> TrainState:
                 metrics |= update(run, collected.samples)
             advance(run, collected.samples)
             if trains:
-                publish(run)
+                metrics |= publish(run)
+            if metrics.get("draft/alarm"):
+                length = metrics["draft/accept_length_trained"]
+                logger.say(f" warning: the drafter's guesses bring {length:.2f} tokens a verification only")
             logger.step(metrics | timing(run, collected.samples, time.perf_counter() - began))
             last = state.iteration == training.train_iters
             if last or _is_multiple(state.iteration, run.config.evaluation.interval):
                 logger.evaluation(evaluate(run))
+            run.clock.timeline.flush()
             leave = stop.poll() is not None
             if last or leave or _is_multiple(state.iteration, run.config.checkpoint.save_interval):
                 save(run, logger)
             if leave:
                 break
     finally:
+        run.clock.timeline.flush()
         logger.close()
         run.close()
     return state
@@ -113,11 +122,14 @@ def advance(run: RlRun, samples: list[Sample]) -> None:
         run.reference_iteration = run.state.iteration
 
 
-def publish(run: RlRun) -> None:
-    """The policy's weights, versioned by the step count, to every engine."""
-    if run.publisher is not None:
-        with run.clock("publish"), gathered_parameters(run.policy.chunks):
+def publish(run: RlRun) -> Metrics:
+    """The policy's weights, versioned by the step count, to every engine; then the drafter, merged."""
+    if run.publisher is None:
+        return {}
+    with run.clock("publish"):
+        with gathered_parameters(run.policy.chunks):
             run.publisher.publish(run.engine, version=run.state.iteration)
+        return run.drafting.publish()
 
 
 def evaluate(run: RlRun) -> Metrics:
@@ -140,7 +152,7 @@ def save(run: RlRun, logger: RlLogger) -> None:
             save_checkpoint(root, there, run.trainer.reference, None, groups=run.parallel.groups)
         save_checkpoint(
             options.save, state, run.policy.model, run.policy.optimizer,
-            groups=run.parallel.groups, keep_last=options.keep_last,
+            groups=run.parallel.groups, keep_last=options.keep_last, extra=run.drafting.tensors(),
         )  # fmt: skip
     logger.saved(options.save, time.perf_counter() - began)
 
@@ -156,8 +168,6 @@ def rollout_metrics(collected: Collection) -> Metrics:
     metrics |= speculation_metrics([s.rollout for s in samples])
     repeated = [repetition_fraction(s.rollout.tokens) for s in samples]
     metrics["rollout/repetition_frac"] = sum(repeated) / max(len(repeated), 1)
-    repeated = [repetition_fraction(s.rollout.tokens) for s in samples]
-    metrics["rollout/repetition_frac"] = sum(repeated) / max(len(repeated), 1)
     verdicts = [s.reward.verdict for s, counts in zip(samples, counted, strict=True) if counts]
     metrics["rollout/pass_rate"] = sum(v >= 1.0 for v in verdicts) / max(len(verdicts), 1)
     metrics["rollout/verifier_errors"] = sum(bool(s.reward.error) for s in samples)
@@ -168,7 +178,8 @@ def rollout_metrics(collected: Collection) -> Metrics:
 
 
 def timing(run: RlRun, samples: list[Sample], seconds: float) -> Metrics:
-    """Seconds and peak memory of the step's phases, and tokens per second of the whole step."""
+    """Seconds and peak memory of the step's phases, where all ranks' seconds went, and tokens per second of
+    the whole step; collective over the world."""
     spent, peaks = run.clock.take()
     names = {
         "generate": "rollout_time",
@@ -179,9 +190,16 @@ def timing(run: RlRun, samples: list[Sample], seconds: float) -> Metrics:
     }
     metrics = {f"perf/{name}": spent.get(phase, 0.0) for phase, name in names.items()}
     metrics |= {f"perf/peak_gib_{phase}": peak / 2**30 for phase, peak in peaks.items()}
+    metrics |= ledger_metrics(_of_all_ranks(run.clock.timeline.take()))
     tokens = sum(len(s.rollout.prompt_tokens) + len(s.rollout.tokens) for s in samples)
     return metrics | {"perf/step_time": seconds, "perf/tokens_per_sec": tokens / seconds}
 
 
 def _is_multiple(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
+
+
+def _of_all_ranks(mine: object) -> list:
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone

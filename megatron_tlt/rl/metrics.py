@@ -5,7 +5,7 @@ Names are slime's (`rollout/...`, `eval/...`, `train/...`), NeMo-RL's for the sh
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -80,6 +80,16 @@ def speculation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/spec_accept_length": (accepted + steps) / steps,
         "rollout/spec_accept_rate": accepted / max(drafted, 1),
     }
+
+
+def ledger_metrics(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`ledger/<phase>`: mean seconds over the ranks, whose phases `seconds` holds; `ledger/bubble_frac`: the
+    share in which ranks trained the drafter or waited."""
+    names = sorted({name for rank in seconds for name in rank})
+    mean = {name: sum(rank.get(name, 0.0) for rank in seconds) / len(seconds) for name in names}
+    idle = mean.get("wait", 0.0) + mean.get("train_drafter", 0.0)
+    metrics = {f"ledger/{name}": value for name, value in mean.items()}
+    return metrics | {"ledger/bubble_frac": idle / max(sum(mean.values()), 1e-9)}
 
 
 def mismatch_sums(

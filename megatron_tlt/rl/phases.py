@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 from megatron_tlt import device
+from megatron_tlt.rl.timeline import Timeline
 
 Phase = Literal["evaluate", "generate", "reward", "log_probs", "update", "publish", "save"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -36,7 +37,8 @@ class PhaseClock:
 
     Example: with clock("generate"): ...; clock.take() -> {"generate": 1.2, ...} and starts anew.
     `budget_bytes` bounds the peak of every phase (0: no bound); `peak_bytes` and `reset_peak` read the
-    allocator, so that a test can pass one of its own. `watch` is called as a phase begins, with its name.
+    allocator, so that a test can pass one of its own. `watch` is called as a phase begins, with its name;
+    `timeline` records all phases.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class PhaseClock:
         peak_bytes: Callable[[], float] = device.max_memory_bytes,
         reset_peak: Callable[[], None] = device.reset_peak_memory,
         watch: Callable[[Phase], None] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._budget, self._peak_bytes, self._reset = budget_bytes, peak_bytes, reset_peak
-        self.watch = watch
+        self.watch, self.timeline = watch, timeline or Timeline(rank=0)
         self._last: Phase | None = None
         self._running: Phase | None = None
         self.seconds: dict[Phase, float] = {}
@@ -63,8 +66,9 @@ class PhaseClock:
             self.watch(phase)
         self._reset()
         self._running, began = phase, time.perf_counter()
-        yield
-        device.synchronize()
+        with self.timeline.span(phase):
+            yield
+            device.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
         self.peaks[phase] = max(self.peaks.get(phase, 0.0), self._peak_bytes())
         self._running, self._last = None, phase

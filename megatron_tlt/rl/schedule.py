@@ -114,15 +114,22 @@ class SharedFeed:
         return self._prompts[place[0]] if place[0] < len(self._prompts) else None
 
 
+def name_of_run() -> str:
+    """A new name, the same on all ranks, for keys in the store; collective over the world.
+
+    A store outlives a run in it, and a resumed run repeats step numbers: the name must not.
+    """
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, src=0)
+    return name[0]
+
+
 class FeedMaker:
     """Makes the feed of each generation; `shared` chooses the queue. Collective when it is made."""
 
     def __init__(self, parallel: Parallel, store: dist.Store | None) -> None:
         self._parallel, self._store = parallel, store
-        # A store outlives a run in it, and a resumed run repeats step numbers: the name must not.
-        name = [secrets.token_hex(8)]
-        dist.broadcast_object_list(name, src=0)
-        self._name, self._made = name[0], 0
+        self._name, self._made = name_of_run(), 0
 
     def __call__(self, prompts: Sequence[Prompt]) -> PromptFeed:
         """Every rank calls it with the same prompts, equally often."""

@@ -13,16 +13,19 @@ from megatron_tlt.models.gpt import ModelConfig, build_chunks, model_identity
 from megatron_tlt.models.hf_config import architecture_of_model, hf_config_from_model
 from megatron_tlt.parallel import Parallel, world_store
 from megatron_tlt.rl.config import RlConfig
+from megatron_tlt.rl.drafting import Drafting, NoDrafting, SpotDrafting, build_drafter
 from megatron_tlt.rl.evaluation import Evaluator
 from megatron_tlt.rl.generation import Collector, Generator
 from megatron_tlt.rl.phases import PhaseClock
 from megatron_tlt.rl.schedule import FeedMaker, LengthPredictor, Replica, gather_everywhere
+from megatron_tlt.rl.speculation import build_drafting, build_tuner
+from megatron_tlt.rl.timeline import Timeline, timeline_path
 from megatron_tlt.rl.trainer import PolicyTrainer, copy_weights
 from megatron_tlt.rl.weight_sync import WeightPublisher
 from megatron_tlt.rollout.engine import RolloutEngine
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
 from megatron_tlt.rollout.native.model import TensorParallel
-from megatron_tlt.rollout.tuner import BanditTuner, FixedPolicy, StrategyPolicy
+from megatron_tlt.rollout.tuner import BanditTuner, StrategyPolicy
 from megatron_tlt.train.checkpoint import (
     TrainState,
     check_identity,
@@ -30,13 +33,11 @@ from megatron_tlt.train.checkpoint import (
     load_checkpoint,
 )
 from megatron_tlt.train.optimizer import build_scheduler
-from megatron_tlt.types import OFF, SamplingParams, Strategy
+from megatron_tlt.types import SamplingParams
 
 REFERENCE = "reference"
 """Folder beside the checkpoints that holds the reference's weights."""
 _GIB = 2**30
-# Lengths of n-gram drafts that the tuner chooses from.
-_NGRAM_STEPS = (3, 7)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +57,7 @@ class RlRun:
     publisher: WeightPublisher | None
     collector: Collector | None
     evaluator: Evaluator | None
+    drafting: Drafting
     state: TrainState
     reference_iteration: int = 0
     """Iteration of the policy that the reference is a copy of."""
@@ -137,29 +139,23 @@ def build_run(config: RlConfig, parallel: Parallel) -> RlRun:
         seed=training.seed, vocab_size=tokenizer.vocab_size,
     )  # fmt: skip
     cursor = PromptCursor(size=len(train), seed=training.seed, shuffle=config.data.shuffle)
-    clock = PhaseClock(budget_bytes=training.memory_budget_gib * _GIB)
+    timeline = Timeline(rank=parallel.rank, path=timeline_path(config.log_dir, parallel.rank))
+    clock = PhaseClock(budget_bytes=training.memory_budget_gib * _GIB, timeline=timeline)
     tuner = build_tuner(config)
     run = RlRun(
         config=config, parallel=parallel, tokenizer=tokenizer, policy=policy,
         trainer=_build_trainer(config, parallel, policy), clock=clock, cursor=cursor,
         predictor=LengthPredictor(), tuner=tuner, engine=None, publisher=None, collector=None,
-        evaluator=None, state=_fresh_state(config, source, tokenizer, policy),
+        evaluator=None, drafting=NoDrafting(), state=_fresh_state(config, source, tokenizer, policy),
     )  # fmt: skip
     if source.resumes:
         _restore(run, source)
     if not config.debug_train_only:
         _add_engine(run, train, sets, longest=longest)
+    saved = run.state.data.get("drafter")
+    if source.resumes and saved and isinstance(run.drafting, SpotDrafting):
+        run.drafting.load(saved, source.folder)
     return run
-
-
-def build_tuner(config: RlConfig) -> StrategyPolicy:
-    """What chooses a strategy before each decode step."""
-    if config.speculation == "off":
-        return FixedPolicy()
-    ngram = [
-        Strategy(drafter="ngram", num_steps=n, num_draft_tokens=n + 1) for n in _NGRAM_STEPS
-    ]
-    return BanditTuner([OFF, *ngram])
 
 
 def _build_trainer(config: RlConfig, parallel: Parallel, policy: Policy) -> PolicyTrainer:
@@ -234,6 +230,7 @@ def state_to_save(run: RlRun) -> TrainState:
         "lengths": run.predictor.state_dict(),
         "tuners": gather_everywhere(tuner, run.parallel),
         "reference": run.reference_iteration,
+        "drafter": run.drafting.state_dict(),
     }
     return run.state
 
@@ -243,8 +240,12 @@ def _add_engine(
 ) -> None:
     config, parallel, rollout = run.config, run.parallel, run.config.rollout
     model = run.policy.config
+    target = hf_config_from_model(model, vocab_size=run.policy.vocab_size)
+    drafter = None
+    if config.drafts:
+        drafter = build_drafter(config.drafter, target, seed=config.training.seed)
     run.engine = NativeEngine(
-        hf_config_from_model(model, vocab_size=run.policy.vocab_size),
+        target,
         NativeEngineConfig(
             max_model_len=longest,
             max_batch=rollout.max_running_requests,
@@ -254,7 +255,10 @@ def _add_engine(
         tp=TensorParallel(parallel.groups.tp),
         device=device.device(),
         policy=run.tuner,
+        drafter=None if drafter is None else drafter.config,
     )
+    if drafter is not None:
+        run.drafting = build_drafting(config, drafter, run.engine, parallel, run.clock.timeline)
     run.publisher = WeightPublisher(
         run.policy.model,
         parallel,
@@ -272,6 +276,7 @@ def _add_engine(
         predictor=run.predictor,
         slots=rollout.max_running_requests,
         clock=run.clock,
+        drafting=run.drafting,
     )
     params = sampling_params(config, run.tokenizer)
     run.collector = Collector(
@@ -281,7 +286,7 @@ def _add_engine(
     )  # fmt: skip
     evaluation = config.evaluation
     run.evaluator = Evaluator(
-        generator=replace(generator, predictor=LengthPredictor()),
+        generator=replace(generator, predictor=LengthPredictor(), drafting=NoDrafting()),
         sets=sets,
         params=replace(
             params, n=evaluation.n_samples, temperature=evaluation.temperature, top_k=0,

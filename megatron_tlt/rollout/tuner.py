@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -156,6 +156,11 @@ class BanditTuner:
         key = (self.bucket(batch), str(strategy))
         window = self.rewards.setdefault(key, deque(maxlen=self.config.window))
         window.append(tokens / max(seconds, 1e-9))
+
+    def forget(self, drafters: Collection[str]) -> None:
+        """Try the arms of these drafters anew: they are no longer what was measured."""
+        gone = {str(arm) for arms in self.arms for arm in arms if arm.drafter in drafters}
+        self.rewards = {key: rewards for key, rewards in self.rewards.items() if key[1] not in gone}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists and numbers: may be written as JSON."""

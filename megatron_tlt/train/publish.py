@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from megatron_tlt.train.checkpoint_format import (
 )
 from megatron_tlt.train.manifest import Manifest, file_record, problems_in, write_manifest
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -47,12 +50,19 @@ class Written:
     results: list[WriteResult]
 
 
-def write_files(strategy: SaveStrategy, request: AsyncRequest, buckets: list) -> Written:
-    """Write and fsync this rank's tensors. Raises OSError, e.g. on a full disk."""
+def write_files(
+    strategy: SaveStrategy, request: AsyncRequest, buckets: list,
+    extra: Mapping[Path, Mapping[str, torch.Tensor]],
+) -> Written:  # fmt: skip
+    """Write and fsync this rank's tensors, and its `extra` files. Raises OSError, e.g. on a full disk."""
     if request.async_fn is not None:
         rank, _, queue = request.async_fn_args
         request.async_fn(rank, buckets, queue)
     files = {name: file_record(Path(path)) for path, name, _ in buckets}
+    for path, tensors in extra.items():
+        save_file(dict(tensors), path)
+        fsync_path(path)
+        files[path.name] = file_record(path)
     return Written(files=files, results=strategy.writer.retrieve_write_results())
 
 

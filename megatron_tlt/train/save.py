@@ -16,7 +16,7 @@ A process killed at any moment leaves the previous checkpoint as it was.
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,14 +101,16 @@ class CheckpointSaver:
         optimizer: MegatronOptimizer | None,
         *,
         keep: Callable[[str], bool] | None = None,
+        extra: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     ) -> Path:
         """Save weights and, unless `optimizer` is None, its state; returns the folder that it becomes.
 
         `keep` selects tensors by their name on disk ("decoder.layers.mlp.linear_fc1.weight",
         "optimizer.state.exp_avg.<that>"); such a checkpoint can be loaded with the same `keep` only.
+        `extra`: safetensors files that this rank adds, by name, {tensor name: tensor on the host} each.
         """
         self.finish()
-        self._pending = self._begin(state, chunks, optimizer, keep)
+        self._pending = self._begin(state, chunks, optimizer, keep, extra or {})
         if not self._async:
             self.finish()
         return iteration_folder(self._root, state.iteration)
@@ -133,6 +135,7 @@ class CheckpointSaver:
         chunks: list[GPTModel],
         optimizer: MegatronOptimizer | None,
         keep: Callable[[str], bool] | None,
+        extra: Mapping[str, Mapping[str, torch.Tensor]],
     ) -> _Pending:
         first = self._publishes is None
         final = iteration_folder(self._root, state.iteration)
@@ -158,7 +161,10 @@ class CheckpointSaver:
             final=final,
             strategy=strategy,
             stage="write",
-            work=self._thread.submit(publish.write_files, strategy, request, staged),
+            work=self._thread.submit(
+                publish.write_files, strategy, request, staged,
+                {partial / name: tensors for name, tensors in extra.items()},
+            ),
         )
 
     def _make_partial(self, final: Path) -> Path:
@@ -221,10 +227,11 @@ def save_checkpoint(
     *,
     groups: ProcessGroupCollection,
     keep_last: int | None = None,
+    extra: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
 ) -> Path:
     """One synchronous save; see `CheckpointSaver`. Collective over the world."""
     with CheckpointSaver(root, groups=groups, keep_last=keep_last) as saver:
-        return saver.save(state, chunks, optimizer)
+        return saver.save(state, chunks, optimizer, extra=extra)
 
 
 def _nothing() -> None: ...

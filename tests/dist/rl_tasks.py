@@ -11,12 +11,20 @@ from megatron_tlt import sft
 from megatron_tlt.data.prompts import PromptDataConfig
 from megatron_tlt.data.rewards import RewardConfig, RewardResult
 from megatron_tlt.data.tokenizer import TokenizerConfig
+from megatron_tlt.draft.trainer import DrafterTrainerConfig
+from megatron_tlt.draft.trigger import TriggerConfig
 from megatron_tlt.models.gpt import ModelConfig
 from megatron_tlt.models.hf_config import architecture_of_model
 from megatron_tlt.models.hf_stream import export_hf
 from megatron_tlt.parallel import ParallelConfig, init_parallel
 from megatron_tlt.rl.algorithms import AlgorithmConfig
-from megatron_tlt.rl.config import EvaluationConfig, RlConfig, RlTrainingConfig, RolloutConfig
+from megatron_tlt.rl.config import (
+    DraftingConfig,
+    EvaluationConfig,
+    RlConfig,
+    RlTrainingConfig,
+    RolloutConfig,
+)
 from megatron_tlt.rl.dump import Sample, read_dump, write_dump
 from megatron_tlt.rl.loop import train
 from megatron_tlt.rl.setup import RlRun, build_run
@@ -73,6 +81,10 @@ def rl_config(root: Path, **sections) -> RlConfig:
         ),
         checkpoint=of(CheckpointConfig),
         logging=of(LoggingConfig, log_dir=str(root / "logs"), tensorboard_dir=str(root / "tb")),
+        drafter=of(
+            DraftingConfig, micro_rows=64, buffer_rows=1024, trigger=TriggerConfig(),
+            trainer=DrafterTrainerConfig(lr=3e-3, num_passes=2, lr_warmup_iters=0),
+        ),
         model=of(ModelConfig, preset="tiny-llama", max_position_embeddings=128),
         tokenizer=of(TokenizerConfig, tokenizer_type="NullTokenizer", vocab_size=VOCAB),
         **sections,

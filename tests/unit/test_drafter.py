@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from megatron_tlt.draft.trainer import DraftBatch, DrafterTrainer, DrafterTrainerConfig, collate
+from megatron_tlt.draft.batch import DraftBatch, collate, pack
+from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig
 from megatron_tlt.models.drafter import Drafter, DrafterConfig, default_feature_layers
-from megatron_tlt.ops.draft_losses import accept_rates, feature_loss, soft_cross_entropy
+from megatron_tlt.ops.draft_losses import (
+    accept_rates,
+    acceptance_loss,
+    feature_loss,
+    overlap,
+    soft_cross_entropy,
+)
 from megatron_tlt.types import FeatureSample
 
 SIZES = dict(
@@ -199,6 +206,81 @@ def test_collate_keeps_the_last_rows_and_marks_padding():
     assert batch.features[0, :, 0].tolist() == [1, 2, 3, 4] and batch.num_rows == 6
     with pytest.raises(ValueError, match="capture features"):
         collate([])
+
+
+def _lessons(layout: str, lengths: tuple[int, ...]) -> list[FeatureSample]:
+    generator = torch.Generator().manual_seed(5)
+    lessons = []
+    for number, (context, count) in enumerate((length // 3, length - length // 3) for length in lengths):
+        last = torch.randn(context + count, 16, generator=generator)
+        tokens = torch.randint(0, 11, (context + count,), generator=generator).tolist()
+        wide = torch.randn(context + count, CONFIGS[layout].feature_size, generator=generator)
+        lessons.append(
+            FeatureSample(
+                prompt_id=number, sample_index=0, tokens=tuple(tokens[context:]),
+                context_tokens=tuple(tokens[:context]), weight_version=0,
+                hidden=last if layout == "eagle" else wide,
+                last_hidden=None if layout == "eagle" else last,
+            )
+        )  # fmt: skip
+    return lessons
+
+
+@pytest.mark.parametrize("layout", CONFIGS)
+@pytest.mark.parametrize("passes", [1, 3])
+def test_packed_loss_and_gradient_equal_unpacked_ones(layout, passes):
+    lessons = _lessons(layout, (7, 2, 12, 5, 3))
+    config = DrafterTrainerConfig(
+        num_passes=passes, token_weight=0.5, acceptance_weight=0.3, rejection_weight=2.0
+    )
+    found = []
+    for batch in (collate(lessons), pack(lessons), pack(lessons, multiple_of=16)):
+        trainer = DrafterTrainer(_drafter(layout), config)
+        loss, metrics = trainer._loss(batch, passes=passes)
+        loss.backward()
+        grads = [p.grad.clone() for p in trainer.model.parameters()]
+        assert batch.num_rows == 29
+        found.append((float(loss.detach()), metrics, grads))
+    for other in found[1:]:
+        assert other[0] == pytest.approx(found[0][0], rel=1e-5)
+        assert other[1] == pytest.approx(found[0][1], rel=1e-5)
+        for ours, theirs in zip(found[0][2], other[2], strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", CONFIGS)
+def test_a_packed_sequence_sees_nothing_of_its_neighbours(layout):
+    drafter, lessons = _drafter(layout), _lessons(layout, (6, 9, 4))
+    batch = pack(lessons)
+    with torch.no_grad():
+        before = drafter.passes(batch.tokens, batch.features, count=3, rows=batch.rows)
+        batch.tokens[:, :6], batch.features[:, :6] = 1, 5.0
+        batch.tokens[:, 15:], batch.features[:, 15:] = 2, -5.0
+        after = drafter.passes(batch.tokens, batch.features, count=3, rows=batch.rows)
+    for j, (a, b) in enumerate(zip(before, after, strict=True)):
+        torch.testing.assert_close(a[:, 6 + j : 15], b[:, 6 + j : 15])
+        assert not torch.allclose(a[:, :6], b[:, :6])
+
+
+def test_the_acceptance_loss_is_the_chance_of_a_rejection():
+    """Against Leviathan's rule played out: draw from q, keep with min(1, p / q)."""
+    generator = torch.Generator().manual_seed(0)
+    draft, target = torch.randn(2, 1, 1, 6, generator=generator)
+    q, p = draft[0, 0].softmax(-1), target[0, 0].softmax(-1)
+    drawn = torch.multinomial(q, 200_000, replacement=True, generator=generator)
+    kept = torch.rand(200_000, generator=generator) < p[drawn] / q[drawn]
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    assert float(acceptance_loss(draft, target, mask)) == pytest.approx(1 - float(kept.float().mean()), abs=5e-3)
+    assert float(overlap(target, target)) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_weights_of_rows_are_those_of_a_weighted_mean():
+    states, wanted = torch.randn(1, 4, 3), torch.zeros(1, 4, 3)
+    whole = feature_loss(states, wanted, torch.tensor([[3.0, 0.0, 1.0, 0.0]]))
+    first, third = (
+        feature_loss(states, wanted, torch.arange(4)[None] == i) for i in (0, 2)
+    )
+    assert float(whole) == pytest.approx(float(3 * first + third) / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", CONFIGS)

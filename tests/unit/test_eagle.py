@@ -4,7 +4,8 @@ import pytest
 import torch
 import transformers
 
-from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig, collate
+from megatron_tlt.draft.batch import collate
+from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig
 from megatron_tlt.models.drafter import Drafter, DrafterConfig
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
 from megatron_tlt.rollout.native.request import Running

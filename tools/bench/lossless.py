@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig, collate
+from megatron_tlt.draft.batch import collate
+from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig
 from megatron_tlt.models.drafter import Drafter, DrafterConfig
 from megatron_tlt.rollout.native import engine as native
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig

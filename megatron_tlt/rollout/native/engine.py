@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_tlt.models.drafter import DrafterConfig
+from megatron_tlt.rollout.acceptance import Counts
 from megatron_tlt.rollout.engine import Weights
 from megatron_tlt.rollout.native.cache import PlaneShape, SlotCache
 from megatron_tlt.rollout.native.config import NativeEngineConfig
@@ -187,6 +188,22 @@ class NativeEngine:
     def take_features(self) -> list[FeatureSample]:
         return self.recorder.take_features()
 
+    def take_acceptance(self) -> Counts:
+        """What became of the drafts since the last call; see `rollout.acceptance`."""
+        return self.recorder.acceptance.take()
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's embedding and head, `[v, h]` each, for a drafter to share.
+
+        Both are the engine's own storage, which weight updates fill anew; only where tensor parallelism cuts
+        the head it is a copy, gathered now (collective over the TP group).
+        """
+        vocab, tp = self.model.shape.vocab_size, self.model.tp
+        head = self.model.head.weight
+        if tp.size > 1:
+            head = tp.concat(head)
+        return self.model.embedding, head[:, :vocab].t()
+
     def stats(self) -> EngineStats:
         self.recorder.preemptions = self.scheduler.preemptions
         return self.recorder.stats()
@@ -211,7 +228,7 @@ class NativeEngine:
         output = step(self.runner, running, draft)
         lengths = output.lengths.tolist()
         verified = time.perf_counter()
-        tokens, guesses = self._emit(running, output, lengths, draft)
+        tokens, guesses = self._emit(running, output, lengths, draft, drafter=strategy.drafter)
         end = time.perf_counter()
         self.policy.record(strategy, batch=len(lengths), tokens=tokens, seconds=end - start)
         seconds = (verified - drafted, drafted - start, end - verified)
@@ -238,8 +255,9 @@ class NativeEngine:
         return self._running
 
     def _emit(
-        self, running: Running, output: StepOutput, lengths: list[int], draft: Draft | None
-    ) -> tuple[int, int]:
+        self, running: Running, output: StepOutput, lengths: list[int], draft: Draft | None, *,
+        drafter: str,
+    ) -> tuple[int, int]:  # fmt: skip
         """Hand the tokens to their requests: (tokens taken, tokens drafted)."""
         tokens, log_probs = output.tokens.tolist(), output.log_probs.tolist()
         drafted = levels = [0] * len(lengths)
@@ -254,6 +272,10 @@ class NativeEngine:
             if draft is not None:
                 request.num_drafted += drafted[row]
                 request.verified(levels=levels[row], accepted=taken - 1)
+                if levels[row]:
+                    self.recorder.acceptance.observe(
+                        drafter, length=request.count, levels=levels[row], accepted=taken - 1
+                    )
             total += taken
         return total, sum(drafted)
 

@@ -4,6 +4,7 @@ from collections import deque
 
 import torch
 
+from megatron_tlt.rollout.acceptance import Acceptance
 from megatron_tlt.rollout.native.request import Request
 from megatron_tlt.types import EngineStats, FeatureSample, StepRecord, Strategy
 
@@ -19,6 +20,7 @@ class Recorder:
         self.recent: deque[StepRecord] = deque(maxlen=_RECENT)
         self.max_rows = self.context_rows = self.rows = self.preemptions = 0
         self.samples: list[FeatureSample] = []
+        self.acceptance = Acceptance()
         self._prefill = (0, 0, 0.0)
 
     def prefilled(self, prompt_tokens: int, emitted: int, seconds: float) -> None:
