@@ -1,0 +1,275 @@
+"""GRPO steps with speculation off, ngram, frozen and tlt: the same policy, prompts, seeds, ranks and cores.
+
+`python -m tools.bench.tlt --checkpoint SFT --prompts rl.jsonl`: each side is one run that goes on from its
+own checkpoint by turns, so that the sides alternate; the first step of a turn is not counted. Since no
+speculation changes a token, step n of every side has the same work, and steps are compared in pairs. Frozen and
+tlt start from one drafter, warmed up on the policy's own answers. At the end both drafters draft for
+the final policy, on the same prompts, in chains of six.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_tlt.bridge.convert import megatron_to_hf
+from megatron_tlt.bridge.finetune import find_source
+from megatron_tlt.data.prompts import PromptDataConfig, load_prompts
+from megatron_tlt.data.tokenizer import build_tokenizer
+from megatron_tlt.draft.export import draft_tensors, import_drafter
+from megatron_tlt.draft.state import DRAFTER_FILE
+from megatron_tlt.models.drafter import Drafter
+from megatron_tlt.parallel import ParallelConfig, init_parallel
+from megatron_tlt.rollout.acceptance import accept_length, rates
+from megatron_tlt.rollout.native.engine import NativeEngineConfig
+from megatron_tlt.rollout.tuner import FixedPolicy
+from megatron_tlt.train.checkpoint import CheckpointConfig, iteration_folder
+from megatron_tlt.types import Prompt, SamplingParams, Strategy
+from tools.bench.common import RESULTS, command_line, write_result
+from tools.bench.rl import prepare
+from tools.native_engine import engine_of
+
+from safetensors.torch import load_file
+
+_PHASES = {
+    "step_s": "perf/step_time", "rollout_s": "perf/rollout_time", "reward_s": "perf/reward_time",
+    "log_probs_s": "perf/log_probs_time", "update_s": "perf/actor_train_time",
+    "publish_s": "perf/update_weights_time",
+}  # fmt: skip
+_OTHERS = (
+    "rollout/raw_reward", "rollout/response_len/mean", "rollout/response_len/max", "ledger/bubble_frac",
+    "train/train_rollout_logprob_abs_diff_max", "rollout/spec_accept_length", "draft/accept_length_trained",
+    "draft/accept_length_ngram", "draft/sim_accept_length", "draft/loss_first", "draft/loss_last",
+    "draft/num_updates", "draft/overhead_s", "draft/preempt_s", "draft/preempt_over_update",
+)  # fmt: skip
+_CHAIN = Strategy(drafter="eagle", num_steps=6, num_draft_tokens=7)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--toy", action="store_true", help="smallest sizes, to see that it runs")
+    parser.add_argument("--checkpoint", type=Path, help="folder of a fine-tuned policy")
+    parser.add_argument("--prompts", type=Path, help="JSON lines of countdown problems")
+    parser.add_argument("--drafter", type=Path, help="folder of a warm drafter; default: make one")
+    parser.add_argument("--work", type=Path, help="folder for runs and logs; default: a temporary one")
+    parser.add_argument("--sides", nargs="+", default=["off", "ngram", "frozen", "tlt"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="steps a turn, the first not counted")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=640)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--warmup-iterations", type=int, default=600)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="further options of all runs")  # fmt: skip
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if args.toy:
+        args.sides, args.turns, args.steps, args.num_prompts = ["off", "tlt"], 1, 3, 2
+        args.group, args.max_tokens = 2, 24
+    elif args.checkpoint is None or args.prompts is None:
+        parser.error("give --checkpoint and --prompts (see examples/grpo_countdown_cpu.yaml), or --toy")
+    return args
+
+
+@dataclass(kw_only=True, slots=True)
+class Bench:
+    """What all runs share."""
+
+    args: argparse.Namespace
+    work: Path
+    checkpoint: Path
+    prompts: Path
+    drafter: Path | None
+
+    def turn(self, side: str, seed: int, *, last_step: int) -> list[dict]:
+        """Go on with one side's run up to `last_step`; its new steps, the first not among them."""
+        folder = self.work / f"{side}-{seed}"
+        logs = folder / "logs" / "metrics.jsonl"
+        before = len(logs.read_text().splitlines()) if logs.is_file() else 0
+        _run(self.command(side, seed, folder, last_step=last_step))
+        records = map(json.loads, logs.read_text().splitlines()[before:])
+        steps = [record for record in records if record["kind"] == "train"]
+        return [{"side": side, "seed": seed, **_split(record)} for record in steps[1:]]
+
+    def command(self, side: str, seed: int, folder: Path, *, last_step: int) -> list[str]:
+        args = self.args
+        options = {
+            "pretrained_checkpoint": self.checkpoint, "data.prompt_data": f"[{self.prompts}]",
+            "rewards.reward": "countdown", "rewards.num_workers": 0,
+            "rollout.rollout_batch_size": args.num_prompts, "rollout.n_samples_per_prompt": args.group,
+            "rollout.max_response_len": args.max_tokens, "rollout.max_running_requests": 128,
+            "algorithm.algorithm": "dr_grpo", "training.train_iters": last_step, "training.seed": seed,
+            "optimizer.lr": args.lr, "optimizer.lr_decay_style": "constant",
+            "optimizer.lr_decay_iters": 10_000, "optimizer.weight_decay": 0.0,
+            "checkpoint.save": folder / "checkpoint", "checkpoint.load": folder / "checkpoint",
+            "checkpoint.keep_last": 1, "logging.log_dir": folder / "logs", "speculation": side,
+        }  # fmt: skip
+        if self.drafter is not None and side in ("frozen", "tlt"):
+            options["drafter.path"] = self.drafter
+        options |= dict(item.split("=", 1) for item in args.set)
+        return [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+            str(args.ranks), "-m", "megatron_tlt.rl", *(f"--{k}={v}" for k, v in options.items()),
+        ]  # fmt: skip
+
+
+def _run(command: list[str]) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout[-1500:]} {done.stderr[-3000:]}")
+
+
+def _split(record: dict) -> dict:
+    row = {name: record[key] for name, key in _PHASES.items()}
+    row |= {key: record[key] for key in _OTHERS if key in record}
+    positions = {k: v for k, v in record.items() if k.startswith("draft/accept_position_")}
+    return {"step": record["iteration"]} | row | positions
+
+
+def prompt_tokens(checkpoint: Path, prompts: Path) -> list[tuple[int, ...]]:
+    """The prompts as the runs see them."""
+    source = find_source(
+        CheckpointConfig(), stage="rl", model=None, tokenizer=None, pretrained=str(checkpoint)
+    )
+    found = load_prompts(PromptDataConfig(prompt_data=[str(prompts)]), build_tokenizer(source.tokenizer))
+    return [record.prompt.tokens for record in found.records]
+
+
+def warm_up(bench: Bench, tokens: list[tuple[int, ...]]) -> Path:
+    """A drafter trained on the first policy's answers."""
+    hf, folder, args = bench.work / "hf", bench.work / "drafter", bench.args
+    if not hf.is_dir():
+        megatron_to_hf(bench.checkpoint, hf, init_parallel(ParallelConfig(), seed=1))
+    if not folder.is_dir():
+        file = bench.work / "warmup.jsonl"
+        chosen = random.Random(1).sample(tokens, min(len(tokens), 256))
+        file.write_text("".join(json.dumps({"tokens": list(t)}) + "\n" for t in chosen))
+        _run([
+            sys.executable, "-m", "tools.train_drafter", "--model", str(hf), "--prompts", str(file),
+            "--output", str(folder), "--n", "4", "--max-tokens", str(args.max_tokens),
+            "--iterations", str(args.warmup_iterations), "--batch-size", "12",
+        ])  # fmt: skip
+    return folder
+
+
+def final_acceptance(bench: Bench, seed: int, tokens: list[tuple[int, ...]], *, step: int) -> dict:
+    """Accept length and share kept by position of the frozen and the adapted drafter, for the last policy."""
+    checkpoint = iteration_folder(bench.work / f"tlt-{seed}" / "checkpoint", step)
+    hf = bench.work / f"final-{seed}"
+    if not hf.is_dir():
+        megatron_to_hf(checkpoint, hf, init_parallel(ParallelConfig(), seed=1))
+    frozen = import_drafter(bench.drafter).float()
+    adapted = Drafter(frozen.config)
+    stored = load_file(checkpoint / DRAFTER_FILE)
+    adapted.load_state_dict(
+        {k.removeprefix("model."): v for k, v in stored.items() if k.startswith("model.")}
+    )
+    chosen = random.Random(2).sample(tokens, min(len(tokens), 32))
+    prompts = [Prompt(prompt_id=i, tokens=t) for i, t in enumerate(chosen)]
+    longest = max(map(len, chosen)) + bench.args.max_tokens
+    found = {}
+    for name, drafter in (("frozen", frozen), ("adapted", adapted)):
+        engine = engine_of(hf, NativeEngineConfig(max_model_len=longest), drafter=drafter.config)
+        engine.update_weights("draft", draft_tensors(drafter), version=1)
+        engine.policy = FixedPolicy(strategy=_CHAIN)
+        engine.generate(prompts, SamplingParams(n=2, max_tokens=bench.args.max_tokens, seed=seed))
+        counts = engine.take_acceptance()
+        found[name] = {
+            "accept_length": accept_length(counts, ["eagle"]),
+            "positions": list(rates(counts, "eagle", "position").values()),
+        }
+    return found
+
+
+def interval(ratios: list[float]) -> list[float]:
+    """95 % interval of the median by bootstrap."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return [medians[25], medians[974]]
+
+
+def summarise(rows: list[dict]) -> dict:
+    """Speed against off, in medians; intervals from pairs of the same seed and step."""
+
+    def of(side: str, key: str) -> list[float]:
+        return [row[key] for row in rows if row["side"] == side and key in row]
+
+    by = {(row["side"], row["seed"], row["step"]): row for row in rows}
+    sides = [side for side in dict.fromkeys(row["side"] for row in rows) if side != "off"]
+    summary: dict = {"steps_a_side": len(of("off", "step_s"))}
+    for side in sides:
+        summary[side] = statistics.median(of("off", "step_s")) / statistics.median(of(side, "step_s"))
+        for name, key in (("", "step_s"), ("_rollout", "rollout_s")):
+            pairs = [
+                (row[key], by[side, seed, step][key])
+                for (other, seed, step), row in by.items()
+                if other == "off" and (side, seed, step) in by
+            ]
+            summary[f"{side}{name}_paired"] = statistics.median(a / b for a, b in pairs)
+            summary[f"{side}{name}_interval"] = interval([a / b for a, b in pairs])
+    if "tlt" in sides:
+        rollout = [statistics.median(of(side, "rollout_s")) for side in ("off", "tlt")]
+        summary["rollout_only"] = rollout[0] / rollout[1]
+        shares = [
+            row["draft/overhead_s"] / row["step_s"] for row in rows if "draft/overhead_s" in row
+        ]
+        summary["spot_overhead"] = statistics.median(shares)
+        over = sorted(of("tlt", "draft/preempt_over_update"))
+        summary["preempt_p99_over_update"] = over[min(len(over) - 1, int(0.99 * len(over)))] if over else 0.0
+        rewards = [statistics.fmean(of(side, "rollout/raw_reward")) for side in ("off", "tlt")]
+        summary["reward_off"], summary["reward_tlt"] = rewards
+    summary["logprob_diff_max"] = max(row["train/train_rollout_logprob_abs_diff_max"] for row in rows)
+    return summary
+
+
+def measure(bench: Bench) -> tuple[list[dict], dict]:
+    args, rows = bench.args, []
+    for seed in args.seeds:
+        for turn in range(1, args.turns + 1):
+            for side in args.sides:
+                rows += bench.turn(side, seed, last_step=turn * args.steps)
+                print(seed, turn, side, round(rows[-1]["step_s"], 3), flush=True)
+    return rows, summarise(rows)
+
+
+def main() -> None:
+    args = parse_arguments()
+    with tempfile.TemporaryDirectory() as scratch:
+        work = args.work or Path(scratch)
+        work.mkdir(parents=True, exist_ok=True)
+        if args.toy:
+            args.trl_micro_batch, args.cores = 0, args.ranks
+            made = prepare(work, args)
+            args.checkpoint, args.prompts = Path(made["checkpoint"]), Path(made["prompts"])
+        bench = Bench(
+            args=args, work=work, checkpoint=args.checkpoint, prompts=args.prompts, drafter=args.drafter
+        )
+        tokens = prompt_tokens(bench.checkpoint, bench.prompts)
+        if not args.toy and bench.drafter is None:
+            bench.drafter = warm_up(bench, tokens)
+        rows, summary = measure(bench)
+        if bench.drafter is not None and "tlt" in args.sides:
+            found = [
+                final_acceptance(bench, seed, tokens, step=args.turns * args.steps) for seed in args.seeds
+            ]
+            for name in ("frozen", "adapted"):
+                summary[f"accept_{name}"] = statistics.fmean(f[name]["accept_length"] for f in found)
+                summary[f"accept_{name}_by_position"] = [
+                    statistics.fmean(x) for x in zip(*(f[name]["positions"] for f in found), strict=True)
+                ]
+    print(json.dumps(summary, indent=1))
+    write_result("tlt", command_line("tools.bench.tlt"), rows, summary, folder=args.output)
+
+
+if __name__ == "__main__":
+    main()
