@@ -17,7 +17,7 @@ class Chart:
     train: tuple[tuple[str, str], ...] = ()
     """Metrics of training records, and what the legend says after the run's name."""
     evaluation: tuple[tuple[str, str], ...] = ()
-    """The same of evaluations, drawn with markers; "*-pass@" takes all names with that part."""
+    """The same of evaluations, drawn with markers; a name that begins with "*" takes all with that part."""
     log: bool = False
 
 
@@ -83,7 +83,14 @@ CHARTS: dict[Kind, tuple[Chart, ...]] = {
                      ("perf/actor_train_time", "update"), ("perf/update_weights_time", "publish"))),
         Chart(title="Tokens per second, whole step", unit="tokens/s", train=(("perf/tokens_per_sec", ""),)),
         Chart(title="Accept length of speculative decoding", unit="tokens per forward",
-              train=(("rollout/spec_accept_length", ""),)),
+              train=(("rollout/spec_accept_length", "all drafts"),
+                     ("draft/accept_length_trained", "trained drafter"))),
+        Chart(title="Drafts of the drafter accepted, by position", unit="share",
+              train=(("*draft/accept_position_", ""),)),
+        Chart(title="Loss of the drafter", unit="",
+              train=(("draft/loss_first", "first update of the step"), ("draft/loss_last", "last update"))),
+        Chart(title="Idle time: waited, and used for the drafter", unit="s a step, mean over ranks",
+              train=(("ledger/wait", "waited"), ("ledger/train_drafter", "trained the drafter"))),
         Chart(title="Entropy", unit="nats", train=(("train/entropy", ""),)),
         Chart(title="Divergence from the reference", unit="nats", train=(("rollout/kl", ""),)),
         Chart(title="Gradient norm", unit="", train=(("train/grad_norm", ""),), log=True),
@@ -129,7 +136,7 @@ def _matching(
     for name, label in wanted:
         if name.startswith("*"):
             names = [n for n in run.names(evaluation=evaluation) if name[1:] in n]
-            out += [(n, n.removeprefix("eval/")) for n in names]
+            out += [(n, n.rsplit("/", 1)[-1].replace("_", " ")) for n in names]
         else:
             out.append((name, label))
     return out

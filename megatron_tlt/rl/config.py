@@ -49,6 +49,8 @@ class RolloutConfig:
     """Whole tensors in flight while weights are published."""
     check_weight_update: bool = False
     """Compare a SHA-256 of the published weights over all engines."""
+    trace_interval: int = 10
+    """Every how many steps the rollout's decode steps and requests go to the timeline; 0: never."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -60,6 +62,8 @@ class RolloutConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be at least 1")
+        if self.trace_interval < 0:
+            raise ValueError(f"rollout.trace_interval={self.trace_interval} must not be negative (0: never)")
 
     @property
     def num_samples(self) -> int:

@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from megatron_tlt.rollout.engine import RolloutEngine
 from megatron_tlt.types import Rollout, StepRecord
@@ -23,6 +24,29 @@ from megatron_tlt.types import Rollout, StepRecord
 def engine_trace_path(log_dir: Path, rank: int) -> Path:
     """The file of one rank."""
     return log_dir / "timeline" / f"engine{rank:05d}.jsonl"
+
+
+class RolloutTrace(Protocol):
+    """What a rollout calls."""
+
+    def begin(self, step: int) -> None:
+        """A rollout of `step` begins."""
+
+    def observe(self, rollout: Rollout) -> None:
+        """The engine has handed out `rollout`."""
+
+    def end(self) -> None:
+        """The rollout has ended."""
+
+
+class NoTrace:
+    """The null object: evaluations."""
+
+    def begin(self, step: int) -> None: ...
+
+    def observe(self, rollout: Rollout) -> None: ...
+
+    def end(self) -> None: ...
 
 
 class EngineTrace:
@@ -40,7 +64,6 @@ class EngineTrace:
         self._step: int | None = None
 
     def begin(self, step: int) -> None:
-        """A rollout of `step` begins."""
         watched = self._interval > 0 and step % self._interval == 0
         self._step = step if watched else None
         if watched:
@@ -49,7 +72,6 @@ class EngineTrace:
             self._seen, self._last = self._engine.stats().steps, self._clock()
 
     def observe(self, rollout: Rollout) -> None:
-        """The engine has handed out `rollout`."""
         if self._step is None:
             return
         now = self._clock()
@@ -82,7 +104,7 @@ class EngineTrace:
         self._events.append(event | {"start": start, "end": end} | details)
 
     def end(self) -> None:
-        """The rollout has ended: append its events to the file."""
+        """Append the rollout's events to the file."""
         if self._step is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)

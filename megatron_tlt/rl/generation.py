@@ -21,6 +21,7 @@ from megatron_tlt.parallel import Parallel
 from megatron_tlt.rl.algorithms import AlgorithmConfig, choose_groups, fill_batch, shape_rewards
 from megatron_tlt.rl.drafting import Drafting
 from megatron_tlt.rl.dump import Sample, in_order
+from megatron_tlt.rl.engine_trace import RolloutTrace
 from megatron_tlt.rl.phases import Phase, PhaseClock
 from megatron_tlt.rl.schedule import (
     FeedMaker,
@@ -53,6 +54,8 @@ class Generator:
     clock: PhaseClock
     drafting: Drafting
     """Learns from the responses; takes the time from the last own one to the last of all ranks."""
+    trace: RolloutTrace
+    """Keeps decode steps and requests for the timeline."""
 
     def run(
         self,
@@ -76,15 +79,18 @@ class Generator:
         rollouts, tickets = [], []
         with self.clock(phases[0]):
             self.drafting.begin(step)
+            self.trace.begin(step)
             feed = self.feeds(self.predictor.order(prompts))
             for rollout in generate_from(
                 self.engine, feed, params, step=step, slots=self.slots
             ):
                 rollouts.append(rollout)
+                self.trace.observe(rollout)
                 self.drafting.collect()
                 if self.parallel.tp_rank == 0:
                     record = records[group_of[rollout.prompt_id]]
                     tickets.append(self.scorer.submit(self._request(record, rollout, params)))
+            self.trace.end()
             self.drafting.fill_tail()
         with self.clock(phases[1]):
             results = self.scorer.collect(tickets)

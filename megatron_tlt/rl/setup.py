@@ -14,6 +14,7 @@ from megatron_tlt.models.hf_config import architecture_of_model, hf_config_from_
 from megatron_tlt.parallel import Parallel, world_store
 from megatron_tlt.rl.config import RlConfig
 from megatron_tlt.rl.drafting import Drafting, NoDrafting, SpotDrafting, build_drafter
+from megatron_tlt.rl.engine_trace import EngineTrace, NoTrace, engine_trace_path
 from megatron_tlt.rl.evaluation import Evaluator
 from megatron_tlt.rl.generation import Collector, Generator
 from megatron_tlt.rl.phases import PhaseClock
@@ -277,7 +278,11 @@ def _add_engine(
         slots=rollout.max_running_requests,
         clock=run.clock,
         drafting=run.drafting,
-    )
+        trace=EngineTrace(
+            run.engine, rank=parallel.rank, path=engine_trace_path(config.log_dir, parallel.rank),
+            interval=rollout.trace_interval,
+        ),
+    )  # fmt: skip
     params = sampling_params(config, run.tokenizer)
     run.collector = Collector(
         generator=generator, algorithm=config.algorithm, prompts=train, cursor=run.cursor,
@@ -286,7 +291,7 @@ def _add_engine(
     )  # fmt: skip
     evaluation = config.evaluation
     run.evaluator = Evaluator(
-        generator=replace(generator, predictor=LengthPredictor(), drafting=NoDrafting()),
+        generator=replace(generator, predictor=LengthPredictor(), drafting=NoDrafting(), trace=NoTrace()),
         sets=sets,
         params=replace(
             params, n=evaluation.n_samples, temperature=evaluation.temperature, top_k=0,
