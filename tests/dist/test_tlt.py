@@ -7,6 +7,7 @@ from megatron_tlt.rl.dump import read_dump
 from tests.dist.rl_tasks import ONE, PP2, TP2, run_loop, run_until_killed, write_prompts
 from tests.dist.tlt_tasks import merge_after, run_tlt
 from tests.dist.workers import run_distributed
+from tools.prove_spot import killed_tail, run_tails
 
 DRAFTING = {"speculation": "tlt", "DraftingConfig": {"min_updates": 2}}
 
@@ -85,6 +86,16 @@ def test_uneven_starts_fill_the_tail_with_training_and_the_ledger_says_so(tmp_pa
         spent = sum(v for k, v in m.items() if k.startswith("ledger/") and k != "ledger/bubble_frac")
         assert spent >= m["perf/step_time"] - 0.05, "seconds are missing from the ledger"
     assert {r["after"]["weights"] for r in results} == {results[0]["after"]["weights"]}
+
+
+def test_random_tails_lose_no_response_and_leave_equal_replicas():
+    for seed in (0, 1, 2):
+        found = run_distributed(run_tails, 2, seed, 4)
+        assert [len(tails) for tails in found] == [4, 4]
+
+
+def test_a_rank_that_dies_in_the_tail_ends_the_others_and_the_tail_can_be_repeated(tmp_path):
+    assert killed_tail(tmp_path, 10_003) == ""
 
 
 def resumable(root, steps: int) -> dict:
