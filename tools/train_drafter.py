@@ -7,20 +7,27 @@ Example: python -m tools.train_drafter --model MODEL --prompts prompts.jsonl --o
 """
 
 import argparse
+import json
 import random
 from collections import Counter
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from megatron_tlt.draft.batch import collate
+from megatron_tlt.draft.batch import collate, pack
+from megatron_tlt.draft.buffer import DraftBuffer
+from megatron_tlt.draft.state import DRAFTER_FILE, files_to_save, load_trainer
 from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig
+from megatron_tlt.files import delete_folder, publish_folder, write_json
 from megatron_tlt.models.drafter import Drafter, DrafterConfig
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
 from megatron_tlt.types import FeatureSample, Prompt, SamplingParams
 from tools.native_engine import config_of, engine_of, prompts_of, save_drafter, weights
+
+_PROGRESS, _SAVE_INTERVAL = "progress.json", 100
 
 
 def build_drafter(folder: Path, config: DrafterConfig) -> Drafter:
@@ -61,21 +68,38 @@ def frequent_tokens(samples: list[FeatureSample], *, size: int) -> list[int]:
 
 def train(
     drafter: Drafter, samples: list[FeatureSample], settings: DrafterTrainerConfig, *,
-    iterations: int, batch_size: int, num_steps: int,
+    iterations: int, rows: int, num_steps: int, state: Path | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Train on nine tenths of the answers; what the drafter brings on the last tenth."""
+    """Train on nine tenths of the answers, `rows` packed states a step, as in RL; what the drafter brings on
+    the last tenth. With the folder `state` a run that was stopped goes on from its last hundred steps."""
     order = random.Random(settings.seed)
     order.shuffle(samples)
     held_out = samples[: max(1, len(samples) // 10)]
-    rest = samples[len(held_out) :]
-    trainer = DrafterTrainer(drafter, settings)
-    with tqdm(total=iterations, desc="drafter", unit="step") as bar:
-        for _ in range(iterations):
-            chosen = order.sample(rest, min(batch_size, len(rest)))
-            metrics = trainer.step(collate(chosen))
+    trainer, lessons = DrafterTrainer(drafter, settings), DraftBuffer(1 << 40, seed=settings.seed)
+    if state is not None and (state / _PROGRESS).is_file():
+        progress = json.loads((state / _PROGRESS).read_text(encoding="utf-8"))
+        load_trainer(trainer, state, iteration=progress["iteration"])
+        lessons.draws = trainer.iteration
+    lessons.add(samples[len(held_out) :] or held_out)
+    with tqdm(total=iterations, initial=trainer.iteration, desc="drafter", unit="step") as bar:
+        while trainer.iteration < iterations:
+            metrics = trainer.step(pack(lessons.draw(rows)))
             bar.set_postfix(loss=f"{metrics['loss']:.3f}", accuracy=f"{metrics['accuracy']:.3f}")
             bar.update()
+            if state is not None and trainer.iteration % _SAVE_INTERVAL == 0:
+                save_state(trainer, state)
     return trainer.evaluate(collate(held_out), num_steps=num_steps)
+
+
+def save_state(trainer: DrafterTrainer, folder: Path) -> None:
+    """Drafter, optimizer and progress, published together."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    delete_folder(partial)
+    partial.mkdir(parents=True)
+    tensors = files_to_save(trainer, DraftBuffer(2, seed=0), rank=0)[DRAFTER_FILE]
+    save_file(tensors, partial / DRAFTER_FILE)
+    write_json(partial / _PROGRESS, {"iteration": trainer.iteration})
+    publish_folder(partial, folder)
 
 
 def parse() -> argparse.Namespace:
@@ -92,7 +116,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-prompt-tokens", type=int, default=256)
     parser.add_argument("--max-rows", type=int, default=200_000, help="bound on captured states")
     parser.add_argument("--iterations", type=int, default=500)
-    parser.add_argument("--batch-size", type=int, default=8, help="answers a step")
+    parser.add_argument("--rows", type=int, default=1024, help="states a step")
+    parser.add_argument("--state", type=Path, help="folder for progress: the same command goes on from it")
     parser.add_argument("--num-passes", type=int, default=3)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--num-steps", type=int, default=5, help="drafts of the simulated chain")
@@ -125,8 +150,8 @@ def main() -> None:
         drafter.lm_head.weight.data.copy_(head)
     settings = DrafterTrainerConfig(lr=args.lr, num_passes=args.num_passes, seed=args.seed)
     result = train(
-        drafter, samples, settings, iterations=args.iterations, batch_size=args.batch_size,
-        num_steps=args.num_steps,
+        drafter, samples, settings, iterations=args.iterations, rows=args.rows,
+        num_steps=args.num_steps, state=args.state,
     )  # fmt: skip
     save_drafter(drafter, args.output)
     rows = sum(len(sample.hidden) for sample in samples)

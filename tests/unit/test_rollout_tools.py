@@ -8,8 +8,10 @@ import tokenizers
 import torch
 import transformers
 
+from megatron_tlt.draft.trainer import DrafterTrainerConfig
 from megatron_tlt.models.drafter import DrafterConfig
-from tests.unit.rollout_models import VOCAB, reference
+from megatron_tlt.types import FeatureSample
+from tests.unit.rollout_models import VOCAB, make_drafter, reference
 from tools import prove_lossless, replay_rollout, train_drafter
 from tools.native_engine import config_of, prompts_of, weights
 
@@ -40,7 +42,7 @@ def drafter(folder):
         _run(
             patch, train_drafter, "--model", folder / "model", "--prompts", folder / "prompts.jsonl",
             "--output", folder / "drafter", "--max-tokens", 24, "--max-prompt-tokens", 16,
-            "--iterations", 6, "--batch-size", 4, "--temperature", 0,
+            "--iterations", 6, "--rows", 64, "--temperature", 0,
         )  # fmt: skip
     return folder / "drafter"
 
@@ -87,3 +89,26 @@ def test_prompts_are_cut_by_length_and_number(folder):
     assert len(prompts_of(path, tokenizer, limit=50, max_tokens=10)) == 12
     with pytest.raises(ValueError, match="no prompt"):
         prompts_of(path, tokenizer, limit=5, max_tokens=2)
+
+
+def test_a_stopped_warm_up_goes_on_to_the_same_drafter(tmp_path):
+    def run(iterations: int, state=None):
+        drafter = make_drafter()
+        generator = torch.Generator().manual_seed(4)
+        samples = [
+            FeatureSample(
+                prompt_id=i, sample_index=0, tokens=tuple(range(12)), weight_version=0,
+                hidden=torch.randn(12, 32, generator=generator),
+            )
+            for i in range(20)
+        ]  # fmt: skip
+        settings = DrafterTrainerConfig(lr=1e-3)
+        train_drafter.train(
+            drafter, samples, settings, iterations=iterations, rows=40, num_steps=2, state=state
+        )
+        return drafter.state_dict()
+
+    whole = run(130)
+    run(100, tmp_path / "state")
+    halves = run(130, tmp_path / "state")
+    assert all(torch.equal(whole[name], halves[name]) for name in whole)

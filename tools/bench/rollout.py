@@ -80,7 +80,7 @@ def small_target(args: argparse.Namespace) -> Target:
     samples = capture(engine, prompts, params, max_rows=200_000)
     settings = DrafterTrainerConfig(lr=2e-3, num_passes=3, token_weight=1.0)
     result = train(
-        drafter, samples, settings, iterations=args.drafter_iterations, batch_size=8, num_steps=5
+        drafter, samples, settings, iterations=args.drafter_iterations, rows=1024, num_steps=5
     )
     print(f"drafter: {result}", flush=True)
     return target

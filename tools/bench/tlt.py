@@ -157,7 +157,7 @@ def warm_up(bench: Bench, tokens: list[tuple[int, ...]]) -> Path:
         _run([
             sys.executable, "-m", "tools.train_drafter", "--model", str(hf), "--prompts", str(file),
             "--output", str(folder), "--n", "4", "--max-tokens", str(args.max_tokens),
-            "--iterations", str(args.warmup_iterations), "--batch-size", "12",
+            "--iterations", str(args.warmup_iterations),
         ])  # fmt: skip
     return folder
 
