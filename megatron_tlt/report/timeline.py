@@ -86,8 +86,8 @@ class Lane:
 
 
 def lanes_of(events: Iterable[Event]) -> list[Lane]:
-    """Rank by rank: its phases, its decode steps, its requests. Events that overlap go to further lanes,
-    the first that is free, so requests stand in as many lanes as were ever under way together."""
+    """Phases and decode steps rank by rank, then the requests rank by rank. Events that overlap go to further
+    lanes, the first that is free, so requests stand in as many lanes as were ever under way together."""
     by_place: dict[tuple[int, str], list[list[Event]]] = defaultdict(list)
     for event in sorted(events, key=lambda event: (event.start, event.end)):
         lanes = by_place[event.rank, event.kind]
@@ -99,7 +99,7 @@ def lanes_of(events: Iterable[Event]) -> list[Lane]:
     order = {"phase": 0, "decode": 1, "request": 2}
     names = {"phase": "phases", "decode": "strategy", "request": "request"}
     out = []
-    for rank, kind in sorted(by_place, key=lambda place: (place[0], order[place[1]])):
+    for rank, kind in sorted(by_place, key=lambda place: (place[1] == "request", place[0], order[place[1]])):
         for number, lane in enumerate(by_place[rank, kind]):
             name = f"rank {rank} {names[kind]}" + f" {number + 1}" * (kind == "request" or number > 0)
             out.append(Lane(rank=rank, kind=kind, name=name, events=lane))

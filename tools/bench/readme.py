@@ -91,8 +91,8 @@ ROWS = tuple(
         ("bridge", "SmolLM2-135M: bits per byte of {kilobytes:.0f} kB of books, ours / transformers",
          "{smollm2_bits_per_byte:.4f} / {transformers_bits_per_byte:.4f}"),
         ("bridge", "peak memory of converting a 1.1B model, larger direction", "{peak_gib_1b:.1f} GiB"),
-        ("report", "run report: timeline events, load time in Chromium, file size",
-         "{events:,}, {load_ms:.0f} ms, {file_mib:.1f} MiB"),
+        ("report", "run report with {events:,} timeline events: size; in Chromium, time to load, to draw a zoomed "
+         "timeline (load average of the machine {load_average:.0f})", "{file_mib:.1f} MiB, {load_ms:.0f} ms, {zoom_ms:.1f} ms"),
     )
 )  # fmt: skip
 PLOTS = (("est_curve", "Validation loss against FLOPs and time, EST and its rivals"),

@@ -5,11 +5,12 @@
 The runs are made up: phases, decode steps and requests of a few ranks over some RL steps, with a long tail.
 `load_ms` is the time from opening the file in headless Chromium until everything is drawn, `zoom_ms` the
 median time to draw the timeline over a zoom from all of it to a thousandth, `frame_ms` the median distance of
-frames while the wheel turns. Without Chromium these are null.
+frames while the wheel turns. Without Chromium these are null. `load_average` tells what else ran.
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -92,6 +93,7 @@ def measure(events: int, chromium: str | None) -> dict[str, object]:
             "events": written.events, "write_s": round(time.perf_counter() - began, 2),
             "file_mib": round(written.html.stat().st_size / 2**20, 2),
             "load_ms": None, "zoom_ms": None, "frame_ms": None,
+            "load_average": round(os.getloadavg()[0], 1),
         }  # fmt: skip
         return row if chromium is None else row | in_browser(written.html, chromium)
 
