@@ -223,8 +223,8 @@ def main() -> int:
     updates = sum(tail["updates"] for tail in found)
     late = max((tail["preempt_over_update"] for tail in found), default=0.0)
     print(
-        f"{sum(seen.values())} tails {dict(seen)}: {len(wrong)} wrong; {updates} updates of drafters, the longest "
-        f"preemption took {late:.2f} of its micro-update"
+        f"{sum(seen.values())} tails {dict(seen)}: {len(wrong)} wrong; {updates} updates of drafters, the "
+        f"longest preemption took {late:.2f} of its micro-update"
     )
     return 1 if wrong else 0
 

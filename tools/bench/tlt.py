@@ -2,9 +2,9 @@
 
 `python -m tools.bench.tlt --checkpoint SFT --prompts rl.jsonl`: each side is one run that goes on from its
 own checkpoint by turns, so that the sides alternate; the first step of a turn is not counted. Since no
-speculation changes a token, step n of every side has the same work, and steps are compared in pairs. Frozen and
-tlt start from one drafter, warmed up on the policy's own answers. At the end both drafters draft for
-the final policy, on the same prompts, in chains of six.
+speculation changes a token, step n of every side has the same work, and steps are compared in pairs. Frozen
+and tlt start from one drafter, warmed up on the policy's own answers. At the end both drafters draft for the
+final policy, on the same prompts, in chains of six.
 """
 
 import argparse
