@@ -3,12 +3,14 @@
     python -m tools.bench.all --size toy --output DIR        # minutes: shows that everything runs
     python -m tools.bench.all --size full [--only rl fp8]    # hours: what tools/bench/results holds
     python -m tools.bench.all --render                       # README's section from the results, runs nothing
+    python -m tools.bench.all --size full --only cluster_replay --options cluster_replay "--model HF ..."
 
 Each runs as a process of its own, one after the other, on a machine that must be otherwise idle. A benchmark
 that fails does not keep the others from running; the exit code is then 1.
 """
 
 import argparse
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -52,24 +54,27 @@ BENCHMARKS = {
     "rollout": Benchmark(module="tools.bench.rollout"),
     "bandit": Benchmark(module="tools.bench.bandit"),
     "rl": Benchmark(module="tools.bench.rl"),
+    "tlt": Benchmark(module="tools.bench.tlt"),
+    "cluster_replay": Benchmark(module="tools.bench.cluster_replay"),
     "bridge": Benchmark(module="tools.bench.bridge", full=("--bytes", "1500", "--one-billion")),
     "report": Benchmark(module="tools.bench.report"),
 }  # fmt: skip
 
 
-def commands(benchmark: Benchmark, size: str, output: Path) -> list[list[str]]:
-    """What to run, in order."""
+def commands(benchmark: Benchmark, size: str, output: Path, more: list[str]) -> list[list[str]]:
+    """What to run, in order, each with the options `more`."""
     start = [sys.executable, "-m", benchmark.module]
-    last = [*start, *(benchmark.toy if size == "toy" else benchmark.full), "--output", str(output)]
-    first = [] if benchmark.before is None or size == "toy" else [[*start, *benchmark.before]]
+    chosen = benchmark.toy if size == "toy" else benchmark.full
+    last = [*start, *chosen, *more, "--output", str(output)]
+    first = [] if benchmark.before is None or size == "toy" else [[*start, *benchmark.before, *more]]
     return [*first, last]
 
 
-def run(names: list[str], size: str, output: Path) -> list[str]:
+def run(names: list[str], size: str, output: Path, more: dict[str, list[str]]) -> list[str]:
     """Names of the benchmarks that failed; their output is shown as it comes."""
     failed = []
     for name in tqdm(names, desc=f"benchmarks ({size})", unit="benchmark"):
-        for command in commands(BENCHMARKS[name], size, output):
+        for command in commands(BENCHMARKS[name], size, output, more.get(name, [])):
             if subprocess.run(command, check=False).returncode:
                 failed.append(name)
                 break
@@ -93,12 +98,17 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS))
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--render", action="store_true", help="renew README's section of figures")
+    parser.add_argument("--options", nargs=2, action="append", default=[], metavar=("NAME", "OPTIONS"),
+                        help="further options of one benchmark, such as its files")  # fmt: skip
     args = parser.parse_args()
+    more = {name: shlex.split(options) for name, options in args.options}
+    if unknown := sorted(set(more) - set(BENCHMARKS)):
+        parser.error(f"--options for {', '.join(unknown)}: known are {', '.join(BENCHMARKS)}")
     if args.size is None and not args.render:
         parser.error("give --size, --render or both")
     if args.size == "toy" and args.output == RESULTS:
         parser.error("--size toy needs --output: its figures are not worth publishing")
-    failed = [] if args.size is None else run(args.only, args.size, args.output)
+    failed = [] if args.size is None else run(args.only, args.size, args.output, more)
     if args.render:
         print(f"README.md: {'renewed' if render() else 'was up to date'}")
     if failed:

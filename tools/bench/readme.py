@@ -78,11 +78,15 @@ ROWS = tuple(
         ("rl", "the whole quickstart", "{quickstart_s:.0f} s"),
         ("tlt", "RL step time without speculation over that with n-grams, a frozen drafter, one trained "
          "in the tail", "{ngram:.2f}x, {frozen:.2f}x, {tlt:.2f}x"),
+        ("tlt", "95 % interval of the last, by paired steps",
+         "{tlt_interval[0]:.2f}x to {tlt_interval[1]:.2f}x"),
         ("tlt", "the same, rollout alone, drafter trained in the tail", "{rollout_only:.2f}x"),
         ("tlt", "accept length, drafter frozen and trained", "{accept_frozen:.2f}, {accept_adapted:.2f}"),
         ("tlt", "spot training's share of the critical path", "{spot_overhead:.1%}"),
         ("tlt", "99th percentile of the time to preempt it, in drafter updates",
          "{preempt_p99_over_update:.2f}"),
+        ("cluster_replay", "largest error of the replay's time on two ranks, which predicts larger clusters",
+         "{validation_error:.1%}"),
         ("sglang", "SGLang suite: tests, failures", "{tests}, {failures}"),
         ("sglang", "accept length in SGLang over that in the embedded engine, same drafter",
          "{accept_ratio_vs_native:.3f}"),
@@ -91,8 +95,9 @@ ROWS = tuple(
         ("bridge", "SmolLM2-135M: bits per byte of {kilobytes:.0f} kB of books, ours / transformers",
          "{smollm2_bits_per_byte:.4f} / {transformers_bits_per_byte:.4f}"),
         ("bridge", "peak memory of converting a 1.1B model, larger direction", "{peak_gib_1b:.1f} GiB"),
-        ("report", "run report with {events:,} timeline events: size; in Chromium, time to load, to draw a zoomed "
-         "timeline (load average of the machine {load_average:.0f})", "{file_mib:.1f} MiB, {load_ms:.0f} ms, {zoom_ms:.1f} ms"),
+        ("report", "run report with {events:,} timeline events: size; in Chromium, time to load, to draw a "
+         "zoomed timeline (load average of the machine {load_average:.0f})",
+         "{file_mib:.1f} MiB, {load_ms:.0f} ms, {zoom_ms:.1f} ms"),
     )
 )  # fmt: skip
 PLOTS = (("est_curve", "Validation loss against FLOPs and time, EST and its rivals"),
@@ -130,7 +135,8 @@ def _derived(name: str, result: Result) -> dict[str, object]:
 
 def _fill(template: str, values: dict[str, object]) -> str | None:
     """None when a value is missing or null."""
-    names = {name for _, name, _, _ in string.Formatter().parse(template) if name}
+    fields = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    names = [name.split("[")[0] for name in fields]
     return None if any(values.get(name) is None for name in names) else template.format(**values)
 
 

@@ -104,10 +104,25 @@ def rl_table(rows: list[dict]) -> list[str]:
     return [_table(head, lines)]
 
 
+def cluster_table(rows: list[dict]) -> list[str]:
+    """Predicted speed-up of rollouts by policy and number of ranks."""
+    found = [row for row in rows if row["kind"] == "cluster"]
+    cells = {(r["policy"], r["sharing"], r["ranks"]): r["rollout_speedup"] for r in found}
+    sizes = sorted({row["ranks"] for row in found})
+    lines = [
+        [f"{policy}, {sharing}", *(f"{cells[policy, sharing, size]:.2f}x" for size in sizes)]
+        for policy, sharing in _distinct((r["policy"], r["sharing"]) for r in found)
+    ]
+    head = ("speculation, prompts shared by", *(f"{size} ranks" for size in sizes))
+    return ["Rollouts on larger clusters, predicted: speed over plain decoding with a static split.",
+            _table(head, lines)]  # fmt: skip
+
+
 TABLES: dict[str, Callable[[list[dict]], list[str]]] = {
     "train": train_table,
     "est_speed": est_speed_table,
     "est_curve": est_curve_table,
     "rollout": rollout_table,
     "rl": rl_table,
+    "cluster_replay": cluster_table,
 }
