@@ -63,11 +63,13 @@ def train(run: RlRun, *, stop: StopRequests | None = None) -> TrainState:
             if last or _is_multiple(state.iteration, run.config.evaluation.interval):
                 logger.evaluation(evaluate(run))
             run.clock.timeline.flush()
+            run.saver.poll()
             leave = stop.poll() is not None
             if last or leave or _is_multiple(state.iteration, run.config.checkpoint.save_interval):
                 save(run, logger)
             if leave:
                 break
+        run.saver.finish()
     finally:
         run.clock.timeline.flush()
         logger.close()
@@ -138,7 +140,10 @@ def evaluate(run: RlRun) -> Metrics:
 
 
 def save(run: RlRun, logger: RlLogger) -> None:
-    """Policy, optimizer, cursors and tuner; the reference once, in a folder beside the checkpoints."""
+    """Policy, optimizer, cursors, tuner and drafter; the reference once, in a folder beside the checkpoints.
+
+    With checkpoint.async_save the files are written while the next steps run.
+    """
     options = run.config.checkpoint
     if options.save is None or run.config.debug_rollout_only:
         return
@@ -150,10 +155,9 @@ def save(run: RlRun, logger: RlLogger) -> None:
         if run.trainer.reference is not None and not (kept / STATE_FILE).is_file():
             there = replace(state, iteration=run.reference_iteration)
             save_checkpoint(root, there, run.trainer.reference, None, groups=run.parallel.groups)
-        save_checkpoint(
-            options.save, state, run.policy.model, run.policy.optimizer,
-            groups=run.parallel.groups, keep_last=options.keep_last, extra=run.drafting.tensors(),
-        )  # fmt: skip
+        run.saver.save(
+            state, run.policy.model, run.policy.optimizer, extra=run.drafting.tensors()
+        )
     logger.saved(options.save, time.perf_counter() - began)
 
 

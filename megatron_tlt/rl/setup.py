@@ -28,6 +28,7 @@ from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
 from megatron_tlt.rollout.native.model import TensorParallel
 from megatron_tlt.rollout.tuner import BanditTuner, StrategyPolicy
 from megatron_tlt.train.checkpoint import (
+    CheckpointSaver,
     TrainState,
     check_identity,
     iteration_folder,
@@ -59,12 +60,14 @@ class RlRun:
     collector: Collector | None
     evaluator: Evaluator | None
     drafting: Drafting
+    saver: CheckpointSaver
     state: TrainState
     reference_iteration: int = 0
     """Iteration of the policy that the reference is a copy of."""
 
     def close(self) -> None:
-        """End the reward workers."""
+        """End the reward workers, and the thread that writes checkpoints."""
+        self.saver.close()
         if self.collector is not None:
             self.collector.generator.scorer.close()
 
@@ -147,7 +150,7 @@ def build_run(config: RlConfig, parallel: Parallel) -> RlRun:
         config=config, parallel=parallel, tokenizer=tokenizer, policy=policy,
         trainer=_build_trainer(config, parallel, policy), clock=clock, cursor=cursor,
         predictor=LengthPredictor(), tuner=tuner, engine=None, publisher=None, collector=None,
-        evaluator=None, drafting=NoDrafting(), state=_fresh_state(config, source, tokenizer, policy),
+        evaluator=None, drafting=NoDrafting(), saver=_build_saver(config, parallel), state=_fresh_state(config, source, tokenizer, policy),
     )  # fmt: skip
     if source.resumes:
         _restore(run, source)
@@ -157,6 +160,14 @@ def build_run(config: RlConfig, parallel: Parallel) -> RlRun:
     if source.resumes and saved and isinstance(run.drafting, SpotDrafting):
         run.drafting.load(saved, source.folder)
     return run
+
+
+def _build_saver(config: RlConfig, parallel: Parallel) -> CheckpointSaver:
+    options = config.checkpoint
+    return CheckpointSaver(
+        options.save or ".", groups=parallel.groups, keep_last=options.keep_last,
+        async_save=options.async_save,
+    )  # fmt: skip
 
 
 def _build_trainer(config: RlConfig, parallel: Parallel, policy: Policy) -> PolicyTrainer:

@@ -86,6 +86,9 @@ class CheckpointSaver:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """End the thread after what it is writing; a save in flight stays unpublished."""
         self._thread.shutdown()
 

@@ -111,6 +111,8 @@ def resumable(root, steps: int) -> dict:
 def test_a_resumed_run_has_drafter_optimizer_lessons_and_bandit_as_they_were(tmp_path, layout):
     root = folder(tmp_path, "resumed")
     more = {"DraftingConfig": {"min_updates": 2, "layout": layout}}
+    checkpoint = resumable(root, 2)["CheckpointConfig"] | {"async_save": layout == "eagle3"}
+    more["CheckpointConfig"] = checkpoint
     if layout == "eagle3":
         more["ModelConfig"] = {"preset": "tiny-llama", "num_layers": 8}
     ended = run_distributed(run_tlt, 2, root, ONE, resumable(root, 2) | more)
