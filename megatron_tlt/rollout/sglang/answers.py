@@ -1,0 +1,84 @@
+"""Between our records and SGLang's: sampling parameters one way, responses and hidden states the other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_tlt.types import FeatureSample, FinishReason, Prompt, Rollout, SamplingParams
+
+NOTHING = {
+    "tokens": [], "log_probs": [], "versions": [], "version": None, "finish": "abort", "verify_ct": 0,
+    "num_drafted": 0, "num_accepted": 0, "retractions": 0, "cached": 0,
+}  # fmt: skip
+"""The answer of a request that ended before it began."""
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Raise ValueError for what SGLang cannot do token-in, token-out, with the target's log-probabilities."""
+    if params.stop or params.repetition_penalty != 1:
+        raise ValueError(
+            f"stop={params.stop}, repetition_penalty={params.repetition_penalty}: SGLang rollouts take "
+            "neither (text stays outside, and penalties change the log-probabilities); use stop_token_ids, "
+            "or rollout.engine native"
+        )
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """SGLang's sampling parameters of one sample."""
+    return {
+        "max_new_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p,
+        "top_k": params.top_k or -1, "min_p": params.min_p,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": not params.stop_token_ids,  # it would switch stop_token_ids off, too
+    }  # fmt: skip
+
+
+def rollout_of(prompt: Prompt, sample: int, value: Mapping[str, Any]) -> Rollout:
+    """Raises ValueError where counts of tokens, log-probabilities and versions disagree."""
+    tokens, log_probs = tuple(value["tokens"]), tuple(value["log_probs"])
+    versions = versions_of(value["versions"], value["version"], len(tokens))
+    if len(tokens) != len(log_probs):
+        raise ValueError(
+            f"prompt {prompt.prompt_id}: SGLang gave {len(tokens)} tokens and {len(log_probs)} log-probs"
+        )
+    verify_ct, accepted = value["verify_ct"], value["num_accepted"]
+    return Rollout(
+        prompt_id=prompt.prompt_id, sample_index=sample, prompt_tokens=prompt.tokens, tokens=tokens,
+        log_probs=log_probs, weight_versions=versions, finish_reason=FinishReason(value["finish"]),
+        verify_ct=verify_ct, num_drafted=value["num_drafted"], num_accepted=accepted,
+        step_tokens=() if verify_ct else (1,) * len(tokens),
+    )  # fmt: skip
+
+
+def versions_of(spans: list[dict[str, Any]], last: str | None, count: int) -> tuple[int, ...]:
+    """One version a token, from spans {"version", "start", "end"}; `last` where SGLang names no spans."""
+    versions: list[int | None] = [None if last is None else int(last)] * count
+    for span in spans:
+        versions[span["start"] : span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != count or None in versions:
+        raise ValueError(f"weight versions {spans} do not cover {count} tokens")
+    return tuple(versions)
+
+
+def feature_sample(
+    rollout: Rollout, states: Mapping[str, torch.Tensor], *, context_rows: int
+) -> FeatureSample | None:
+    """The target's states behind each token, after those of the prompt's last tokens.
+
+    `states`: "prompt" `[p, h]`, the rows that were computed (fewer than the prompt where SGLang's radix cache
+    had its beginning), and "decoded" `[n, h]`. None where the response has no tokens, several versions, or
+    fewer rows than tokens.
+    """
+    prompt, decoded = states["prompt"], states["decoded"]
+    more = len(rollout.tokens) - 1
+    if more < 0 or len(set(rollout.weight_versions)) != 1 or len(decoded) < more or not len(prompt):
+        return None
+    context = min(context_rows, len(prompt) - 1)
+    before = rollout.prompt_tokens
+    return FeatureSample(
+        prompt_id=rollout.prompt_id, sample_index=rollout.sample_index, tokens=rollout.tokens,
+        hidden=torch.cat((prompt[len(prompt) - 1 - context :], decoded[:more])),
+        weight_version=rollout.weight_versions[0],
+        context_tokens=before[len(before) - context :] if context else (),
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""What the SGLang engine is told, and the arguments of `sglang.Engine` that follow from it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.types import OFF, Strategy
+
+
+@dataclass(kw_only=True, slots=True)
+class SglangConfig:
+    """Sizes and limits of the engine."""
+
+    max_model_len: int = 1024
+    """Longest prompt plus response, in tokens."""
+    max_running_requests: int = 32
+    """Most requests that decode at the same time."""
+    max_total_tokens: int | None = None
+    """Rows of the key/value cache; default: what max_running_requests need on a CPU, what fits on a GPU."""
+    tp_size: int = 1
+    """GPUs of one engine: the ranks of the training's tensor-parallel group."""
+    dtype: torch.dtype = torch.float32
+    """Type of weights and cache."""
+    strategy: Strategy = OFF
+    """How every step speculates; its drafter is off, eagle (1/2/3, by the drafter's layout) or ngram."""
+    seed: int = 0
+    """Seed of the engine's draws."""
+    timeout_s: float = 600.0
+    """An engine that says nothing for this long is taken for dead."""
+    max_restarts: int = 3
+    """Engines that may be lost in a run."""
+    bucket_bytes: int = 256 * 2**20
+    """Weights handed over at a time."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of sglang.Engine, which win over those made here."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_running_requests", "tp_size", "bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.timeout_s <= 0 or self.max_restarts < 0:
+            raise ValueError(
+                f"timeout_s={self.timeout_s} must be positive, max_restarts={self.max_restarts} not negative"
+            )
+        if self.strategy.drafter not in ("off", "eagle", "ngram"):
+            raise ValueError(
+                f"SGLang has no drafter {self.strategy.drafter!r}: choose off, eagle or ngram"
+            )
+
+
+# Without AMX, SGLang's own CPU backend is torch_native, which cannot draft; the kernels of the other one are
+# asked for where speculation runs.
+_CPU = {
+    "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+}  # fmt: skip
+_CPU_SPECULATION = {"prefill_attention_backend": "intel_amx", "decode_attention_backend": "intel_amx"}
+ENVIRONMENT = {"cpu": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}, "cuda": {}}
+"""Variables of the engine's process."""
+
+
+def engine_arguments(
+    config: SglangConfig, *, device: str, target: Path, draft: Path | None, eagle3: bool
+) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`. `target`, `draft`: folders with `config.json` and weights."""
+    arguments: dict[str, Any] = {
+        "model_path": str(target), "skip_tokenizer_init": True, "skip_server_warmup": True,
+        "dtype": str(config.dtype).removeprefix("torch."), "tp_size": config.tp_size,
+        "context_length": config.max_model_len, "max_running_requests": config.max_running_requests,
+        "random_seed": config.seed, "enable_return_hidden_states": True, "log_level": "error",
+    }  # fmt: skip
+    strategy = config.strategy
+    room = max(strategy.num_draft_tokens, strategy.num_steps * strategy.topk) + 1
+    rows = config.max_total_tokens
+    if rows is None and device == "cpu":
+        rows = config.max_running_requests * (config.max_model_len + 2 * room)
+    if rows is not None:
+        arguments["max_total_tokens"] = rows
+    if device == "cpu":
+        arguments |= _CPU
+    if strategy.drafter != "off":
+        arguments |= _speculation(strategy, eagle3=eagle3, draft=draft)
+        arguments |= _CPU_SPECULATION if device == "cpu" else {}
+    return arguments | config.arguments
+
+
+def _speculation(strategy: Strategy, *, eagle3: bool, draft: Path | None) -> dict[str, Any]:
+    if strategy.drafter == "ngram":
+        return {
+            "speculative_algorithm": "NGRAM",
+            "speculative_num_draft_tokens": strategy.num_draft_tokens,
+        }
+    return {
+        "speculative_algorithm": "EAGLE3" if eagle3 else "EAGLE",
+        "speculative_draft_model_path": str(draft),
+        "speculative_num_steps": strategy.num_steps,
+        "speculative_eagle_topk": strategy.topk,
+        "speculative_num_draft_tokens": strategy.num_draft_tokens,
+    }

@@ -1,0 +1,297 @@
+"""`RolloutEngine` on SGLang: requests, weights with versions, features, and a new engine for a lost one.
+
+What differs from the embedded engine: SGLang runs on between calls; a weight update retracts the requests
+under way, which then go on with their tokens under the new weights; sampled tokens depend on the engine's own
+random numbers, so on batch composition. Log-probabilities mean the same.
+"""
+
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_tlt.models.drafter import DrafterConfig
+from megatron_tlt.rollout.engine import Weights
+from megatron_tlt.rollout.native.shape import shape_from_hf
+from megatron_tlt.rollout.sglang.answers import (
+    NOTHING,
+    check_sampling,
+    feature_sample,
+    rollout_of,
+    sampling_fields,
+)
+from megatron_tlt.rollout.sglang.config import ENVIRONMENT, SglangConfig, engine_arguments
+from megatron_tlt.rollout.sglang.process import EngineDied, EngineProcess
+from megatron_tlt.rollout.sglang.store import WeightStore
+from megatron_tlt.types import EngineStats, FeatureSample, Prompt, Rollout, SamplingParams
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request without an answer."""
+
+    prompt: Prompt
+    sample: int
+    params: SamplingParams
+    rid: str = ""
+    hidden: Path | None = None
+    aborted: bool = False
+
+
+class SglangEngine:
+    """One `sglang.Engine` in a process of its own. Example: SglangEngine(hf_config, SglangConfig()).
+
+    It starts with the first target weights (and, where it drafts by EAGLE, the first drafter). They stay in a
+    folder of this machine: a new engine starts from them when one is lost, and the requests without an answer
+    are put to it again. `drafter` is needed for EAGLE; `close` ends the process.
+    """
+
+    def __init__(
+        self, hf_config: Mapping[str, Any], config: SglangConfig, *, device: str = "cpu",
+        drafter: DrafterConfig | None = None,
+    ) -> None:  # fmt: skip
+        shape = shape_from_hf(hf_config)
+        if config.max_model_len > shape.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len={config.max_model_len} exceeds the model's "
+                f"max_position_embeddings={shape.max_position_embeddings}: lower it"
+            )
+        if not hf_config.get("architectures"):
+            raise ValueError("the target's config names no architectures: SGLang chooses its model by them")
+        if (config.strategy.drafter == "eagle") != (drafter is not None):
+            raise ValueError(
+                f"strategy {config.strategy} with drafter={drafter}: strategy.drafter='eagle' and a "
+                "DrafterConfig go together"
+            )
+        self.config, self.shape, self.device, self.drafter = config, shape, device, drafter
+        self._room = tempfile.TemporaryDirectory(prefix="megatron_tlt_sglang_")
+        self.store = WeightStore(Path(self._room.name), hf_config, shape, drafter)
+        self.process: EngineProcess | None = None
+        self.paused, self.restarts = False, 0
+        self._requests: dict[int, _Open] = {}
+        self._early: deque[Rollout] = deque()
+        self._made = 0
+        self._max_rows = self._context_rows = self._rows = 0
+        self._features: list[FeatureSample] = []
+        self._tokens = self._speculated = self._verify_ct = self._drafted = 0
+        self._preemptions = self._aborted = 0
+
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams, *, step: int = 0) -> None:
+        if self.process is None:
+            raise ValueError(
+                f"the engine has no weights: call update_weights for {self.store.kinds}; it has "
+                f"{[*self.store.folders]}"
+            )
+        check_sampling(params)
+        speculates = self.config.strategy.drafter != "off"
+        if params.temperature > 0 and speculates and self.device == "cpu":
+            raise ValueError(
+                f"temperature={params.temperature} with strategy {self.config.strategy} on a CPU: SGLang "
+                "0.5.21 verifies greedily there and would draw no samples; use temperature 0 or strategy off"
+            )
+        for prompt in prompts:
+            self._check(prompt, params)
+        for prompt in prompts:
+            for sample in range(params.n):
+                self._put(_Open(prompt, sample, params))
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
+        need, vocab = len(prompt.tokens) + params.max_tokens, self.shape.vocab_size
+        if need > self.config.max_model_len:
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: {len(prompt.tokens)} prompt tokens + max_tokens="
+                f"{params.max_tokens} exceed max_model_len={self.config.max_model_len}: lower "
+                "max_tokens or raise max_model_len"
+            )
+        if not 0 <= min(prompt.tokens) <= max(prompt.tokens) < vocab:
+            raise ValueError(
+                f"prompt {prompt.prompt_id} has tokens {min(prompt.tokens)} to {max(prompt.tokens)}, "
+                f"outside the vocabulary of {vocab}"
+            )
+
+    def _put(self, request: _Open) -> None:
+        self._made += 1
+        request.rid = f"request-{self._made}"
+        states = Path(self._room.name) / f"{request.rid}.safetensors"
+        request.hidden = states if self._max_rows else None
+        number = self.process.post(
+            "generate", rid=request.rid, input_ids=list(request.prompt.tokens),
+            sampling_params=sampling_fields(request.params),
+            hidden=None if request.hidden is None else str(states),
+        )  # fmt: skip
+        self._requests[number] = request
+
+    def stream(self) -> Iterator[Rollout]:
+        while (self._early or self._requests) and not self.paused:
+            rollout = self._early.popleft() if self._early else self._next()
+            if rollout is not None:
+                yield rollout
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams, *, step: int = 0
+    ) -> list[Rollout]:
+        if self.paused or self._requests or self._early:
+            raise ValueError(
+                f"generate needs an idle engine: paused={self.paused}, {len(self._requests)} under way; use "
+                "submit and stream, or resume or abort first"
+            )
+        place = {prompt.prompt_id: i for i, prompt in enumerate(prompts)}
+        if len(place) != len(prompts):
+            raise ValueError("two prompts share a prompt_id: use SamplingParams.n for more samples")
+        self.submit(prompts, params, step=step)
+        return sorted(self.stream(), key=lambda r: (place[r.prompt_id], r.sample_index))
+
+    def _next(self) -> Rollout | None:
+        """The next finished response; None where a new engine had to be started, and takes over."""
+        try:
+            answer = self.process.next_output()
+        except EngineDied as death:
+            self._restart(death)
+            return None
+        request = self._requests.pop(answer["id"])
+        if "error" in answer and not request.aborted:
+            raise RuntimeError(f"prompt {request.prompt.prompt_id}: SGLang says {answer['error']}")
+        return self._finish(request, answer.get("value", NOTHING))
+
+    def _finish(self, request: _Open, value: dict[str, Any]) -> Rollout:
+        rollout = rollout_of(request.prompt, request.sample, value)
+        self._tokens += len(rollout.tokens)
+        self._speculated += rollout.num_accepted + rollout.verify_ct
+        self._verify_ct += rollout.verify_ct
+        self._drafted += rollout.num_drafted
+        self._preemptions += value["retractions"]
+        if request.hidden is not None and request.hidden.exists():
+            states = load_file(request.hidden)
+            request.hidden.unlink()
+            sample = None
+            if not value["retractions"]:  # a retracted request's rows come in another order
+                sample = feature_sample(rollout, states, context_rows=self._context_rows)
+            if sample is not None and self._rows + len(sample.hidden) <= self._max_rows:
+                self._rows += len(sample.hidden)
+                self._features.append(sample)
+        return rollout
+
+    def pause(self) -> None:
+        if not self.paused and self.process is not None:
+            self.process.call("pause")
+        self.paused = True
+
+    def resume(self) -> None:
+        if self.paused and self.process is not None:
+            self.process.call("resume")
+        self.paused = False
+
+    def abort(self, prompt_ids: Iterable[int] | None = None) -> list[Rollout]:
+        chosen = None if prompt_ids is None else set(prompt_ids)
+        was_paused = self.paused
+        self.resume()  # a paused engine ends nothing
+        hit = [r for r in self._requests.values() if chosen is None or r.prompt.prompt_id in chosen]
+        ids, ended = {r.prompt.prompt_id for r in hit}, []
+        for request in hit:
+            request.aborted = True
+        if hit:
+            self.process.call("abort", rids=[request.rid for request in hit])
+        while any(request.aborted for request in self._requests.values()):
+            rollout = self._next()
+            if rollout is not None:
+                (ended if rollout.prompt_id in ids else self._early).append(rollout)
+        if was_paused:
+            self.pause()
+        started = [rollout for rollout in ended if rollout.tokens]
+        self._aborted += len(started)
+        return started
+
+    def update_weights(
+        self, which: Weights, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int,
+        checksum: str | None = None,
+    ) -> None:  # fmt: skip
+        """As the Protocol says; the requests under way compute their keys and values again."""
+        folder = self.store.put(
+            which, tensors, version=version, checksum=checksum, bucket_bytes=self.config.bucket_bytes
+        )
+        if self.process is None:
+            if self.store.folders.keys() == set(self.store.kinds):
+                self._launch()
+            return
+        try:
+            self.process.call(
+                "update", selector=which, folder=str(folder), paused=self.paused,
+                version=str(version) if which == "target" else None,
+                bucket_bytes=self.config.bucket_bytes,
+            )  # fmt: skip
+        except EngineDied as death:
+            self._restart(death)
+
+    def engine_checksum(self) -> str:
+        """`weights_checksum` of what the engine itself holds of the target (for small models)."""
+        kind = str(self.config.dtype).removeprefix("torch.")
+        return self.process.call("checksum", shapes=self.store.shapes("target"), dtype=kind)
+
+    def check_health(self) -> dict[str, Any]:
+        """Version and processes, from the engine itself. Raises EngineDied."""
+        return self.process.call("info")
+
+    def _launch(self) -> None:
+        arguments = engine_arguments(
+            self.config, device=self.device, target=self.store.folders["target"],
+            draft=self.store.folders.get("draft"),
+            eagle3=self.drafter is not None and self.drafter.layout == "eagle3",
+        )  # fmt: skip
+        arguments |= {"weight_version": str(self.store.versions["target"])}
+        self.process = EngineProcess(
+            arguments, environment=ENVIRONMENT[self.device], timeout_s=self.config.timeout_s
+        )
+        if self.paused:
+            self.process.call("pause")
+
+    def _restart(self, death: EngineDied) -> None:
+        """A new engine with the newest weights; open requests start from their prompts again."""
+        self.process.close()
+        if self.restarts >= self.config.max_restarts:
+            raise EngineDied(f"{death}; max_restarts={self.config.max_restarts} are used up") from death
+        self.restarts += 1
+        limit = self.config.max_restarts
+        print(f" SGLang engine lost ({death}): start {self.restarts} of {limit}", flush=True)
+        self._launch()
+        waiting = [request for request in self._requests.values() if not request.aborted]
+        self._requests = {}
+        for request in waiting:
+            self._put(request)
+
+    def capture_features(self, max_rows: int, *, context_rows: int = 0) -> None:
+        if max_rows and self.drafter is not None and self.drafter.layout == "eagle3":
+            raise ValueError(
+                "SGLang 0.5.21 gives an EAGLE-3 engine's inner states without the final ones, which the "
+                "drafter learns from: capture with a plain or an EAGLE-1/2 engine"
+            )
+        self._max_rows, self._context_rows = max_rows, context_rows
+
+    def take_features(self) -> list[FeatureSample]:
+        taken, self._features, self._rows = self._features, [], 0
+        return taken
+
+    def stats(self) -> EngineStats:
+        """Counters of finished responses; SGLang tells no single steps."""
+        return EngineStats(
+            tokens=self._tokens, speculated_tokens=self._speculated, verify_ct=self._verify_ct,
+            drafted=self._drafted, preemptions=self._preemptions, aborted=self._aborted,
+        )  # fmt: skip
+
+    def release_memory(self) -> None:
+        """Give the GPU's memory to the training (`enable_memory_saver` in config.arguments)."""
+        self.process.call("memory", resume=False)
+
+    def resume_memory(self) -> None:
+        self.process.call("memory", resume=True)
+
+    def close(self) -> None:
+        """End the engine's process and delete its folders."""
+        if self.process is not None:
+            self.process.close()
+            self.process = None
+        self._room.cleanup()

@@ -1,0 +1,204 @@
+"""The program that holds `sglang.Engine`: `python -m megatron_tlt.rollout.sglang.host FD`, FD a pipe's end.
+
+A process of its own, because the engine takes over signals, the event loop and every child of the process it
+lives in, and ends that process when one of its own fails. Messages are JSON; weights come as folders of
+safetensors. When the other end of the pipe closes, the engine and this process end.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import sglang
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from sglang.srt.managers import io_struct
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+from megatron_tlt.rollout.checksum import Checksum
+
+
+class WeightUpdateError(RuntimeError):
+    """SGLang answered that an update did not succeed. It raises nothing itself."""
+
+
+class Host:
+    """Answers the trainer's messages on the engine's event loop."""
+
+    def __init__(self, engine: "sglang.Engine", pipe: Connection, *, tp_size: int) -> None:
+        self.engine, self.pipe, self.tp_size = engine, pipe, tp_size
+        self.manager, self.loop = engine.tokenizer_manager, engine.loop
+        self.tasks: set[asyncio.Task] = set()
+        self.operations = {
+            "generate": self.generate, "pause": self.pause, "resume": self.resume, "abort": self.abort,
+            "update": self.update, "checksum": self.checksum, "info": self.info, "memory": self.memory,
+        }  # fmt: skip
+
+    def serve(self) -> None:
+        """Until the pipe closes."""
+        threading.Thread(target=self._read, daemon=True).start()
+        self.loop.run_forever()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = json.loads(self.pipe.recv_bytes())
+            except EOFError:
+                self.loop.call_soon_threadsafe(self.loop.stop)
+                return
+            self.loop.call_soon_threadsafe(self._start, message)
+
+    def _start(self, message: dict[str, Any]) -> None:
+        number, operation = message.pop("id"), self.operations[message.pop("op")]
+        task = self.loop.create_task(operation(**message))
+        self.tasks.add(task)
+        task.add_done_callback(lambda done: self._answer(number, done))
+
+    def _answer(self, number: int, task: asyncio.Task) -> None:
+        self.tasks.discard(task)
+        error = task.exception()
+        answer = {"id": number, "error": repr(error)} if error else {"id": number, "value": task.result()}
+        self.pipe.send_bytes(json.dumps(answer).encode())
+
+    async def generate(
+        self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], hidden: str | None
+    ) -> dict[str, Any]:
+        """One response. `hidden`: the file for its hidden states."""
+        request = io_struct.GenerateReqInput(
+            rid=rid, input_ids=input_ids, sampling_params=sampling_params, return_logprob=True,
+            return_hidden_states=hidden is not None,
+        )  # fmt: skip
+        output: dict[str, Any] = {}
+        async for part in self.manager.generate_request(request, None):
+            output = part
+        meta = output["meta_info"]
+        if hidden is not None and meta.get("hidden_states"):
+            _save_states(meta["hidden_states"], hidden)
+        return {
+            "tokens": output.get("output_ids", []),
+            "log_probs": [entry[0] for entry in meta.get("output_token_logprobs") or []],
+            "versions": meta.get("weight_versions") or [],
+            "version": meta.get("weight_version"),
+            "finish": meta["finish_reason"]["type"],
+            "verify_ct": meta.get("spec_verify_ct", 0),
+            "num_drafted": meta.get("spec_num_proposed_drafts", 0),
+            "num_accepted": meta.get("spec_num_correct_drafts", 0),
+            "retractions": meta.get("num_retractions", 0),
+            "cached": meta.get("cached_tokens", 0),
+        }
+
+    async def pause(self) -> None:
+        """Stop decoding; requests go back to the queue with the tokens they have."""
+        await self.manager.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
+
+    async def resume(self) -> None:
+        await self.manager.continue_generation(io_struct.ContinueGenerationReqInput())
+
+    async def abort(self, rids: list[str]) -> None:
+        """Each of these requests answers for itself, with what it has."""
+        for rid in rids:
+            self.manager.abort_request(rid=rid)
+
+    async def update(
+        self, selector: str, folder: str, version: str | None, bucket_bytes: int, paused: bool
+    ) -> None:
+        """Load the folder's tensors; requests under way are retracted and go on under the new weights."""
+        if not paused:
+            await self.pause()
+        _check(
+            await self.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
+        )
+        for tensors in buckets(Path(folder), bucket_bytes):
+            bucket = FlattenedTensorBucket(named_tensors=tensors)
+            content = {
+                "flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()
+            }  # fmt: skip
+            request = io_struct.UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[
+                    MultiprocessingSerializer.serialize(content) for _ in range(self.tp_size)
+                ],
+                load_format="flattened_bucket", selector=selector, weight_version=version,
+            )  # fmt: skip
+            _check(await self.manager.update_weights_from_tensor(request, None))
+        _check(await self.manager.end_weight_update(io_struct.EndWeightUpdateReqInput()))
+        if not paused:
+            await self.resume()
+
+    async def checksum(self, shapes: dict[str, list[int]], dtype: str) -> str:
+        """Of the target's weights as the engine holds them, read back by name (slow: for small models).
+
+        `shapes`: what was published; the engine pads vocabularies and, on a CPU, widths of MLPs.
+        """
+        total = Checksum()
+        for name, shape in shapes.items():
+            request = io_struct.GetWeightsByNameReqInput(name=name, truncate_size=shape[0])
+            values = await self.manager.get_weights_by_name(request, None)
+            tensor = torch.tensor(values, dtype=getattr(torch, dtype))
+            total.add(name, tensor[tuple(slice(size) for size in shape)])
+        return total.value()
+
+    async def memory(self, resume: bool) -> None:
+        """Give the GPU's memory back, or take it again (nothing happens without the memory saver)."""
+        if resume:
+            request = io_struct.ResumeMemoryOccupationReqInput()
+            await self.manager.resume_memory_occupation(request, None)
+        else:
+            request = io_struct.ReleaseMemoryOccupationReqInput()
+            await self.manager.release_memory_occupation(request, None)
+
+    async def info(self) -> dict[str, Any]:
+        """Version and processes: also the health check."""
+        await self.manager.get_internal_state()
+        return {"version": sglang.__version__, "pids": self.engine.get_all_child_pids()}
+
+
+def _check(outcome: tuple[bool, str]) -> None:
+    success, message = outcome
+    if not success:
+        raise WeightUpdateError(message)
+
+
+def buckets(folder: Path, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Tensors of all files of one type in lists of about `size` bytes."""
+    held: list[tuple[str, torch.Tensor]] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                full = sum(t.nbytes for _, t in held) + tensor.nbytes > size
+                if held and (full or tensor.dtype != held[0][1].dtype):
+                    yield held
+                    held = []
+                held.append((name, tensor))
+    if held:
+        yield held
+
+
+def _save_states(states: list[Any], path: str) -> None:
+    """SGLang gives the prompt's rows `[p, h]` first, then one row `[h]` a decoded token."""
+    rows = [torch.tensor(part, dtype=torch.float32) for part in states]
+    rows = [row if row.dim() == 2 else row[None] for row in rows]
+    save_file({"prompt": rows[0].contiguous(), "decoded": torch.cat(rows[1:] or [rows[0][:0]])}, path)
+
+
+def main() -> None:
+    """Start the engine as the first message says, answer it, then serve."""
+    pipe = Connection(int(sys.argv[1]))
+    first = json.loads(pipe.recv_bytes())
+    engine = sglang.Engine(**first["arguments"])
+    host = Host(engine, pipe, tp_size=first["arguments"]["tp_size"])
+    pipe.send_bytes(json.dumps({"id": first["id"], "value": os.getpid()}).encode())
+    host.serve()
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

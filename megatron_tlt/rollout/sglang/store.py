@@ -1,0 +1,93 @@
+"""The weights that an engine starts from: checked as they come, kept in a folder, all of them or none."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.files import delete_folder
+from megatron_tlt.models.drafter import DrafterConfig
+from megatron_tlt.models.hf_files import SafetensorsWriter
+from megatron_tlt.rollout.checksum import Checksum
+from megatron_tlt.rollout.native.eagle import EagleModel
+from megatron_tlt.rollout.native.model import NativeModel
+from megatron_tlt.rollout.native.shape import ModelShape
+from megatron_tlt.rollout.native.weights import DraftLoader, WeightLoader
+
+
+class WeightStore:
+    """Newest target and drafter as model folders under `root`.
+
+    SGLang takes what it is given and leaves the rest as it was, so names and shapes are checked here, by the
+    embedded engine's own tables over a model without memory.
+    """
+
+    def __init__(
+        self, root: Path, hf_config: Mapping[str, Any], shape: ModelShape, drafter: DrafterConfig | None
+    ) -> None:
+        self.root, self._serial = root, 0
+        meta = NativeModel(shape, dtype=torch.float32, device=torch.device("meta"))
+        self._loaders: dict[str, WeightLoader] = {"target": WeightLoader(meta)}
+        # Without an end token of the model's own, only the request's stop tokens end a response.
+        self._configs = {"target": dict(hf_config) | {"eos_token_id": None}}
+        if drafter is not None:
+            self._loaders["draft"] = DraftLoader(EagleModel(drafter, meta))
+            self._configs["draft"] = drafter.to_hf()
+        self.folders: dict[str, Path] = {}
+        self._shapes: dict[str, dict[str, list[int]]] = {}
+        self.versions = {"target": 0, "draft": 0}
+
+    @property
+    def kinds(self) -> list[str]:
+        """What an engine needs to start."""
+        return [*self._loaders]
+
+    def shapes(self, which: str) -> dict[str, list[int]]:
+        """Names and shapes of the newest weights."""
+        return self._shapes[which]
+
+    def put(
+        self, which: str, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int,
+        checksum: str | None, bucket_bytes: int,
+    ) -> Path:  # fmt: skip
+        """Write a new folder in place of the old one; ValueError, and the old one stays, for bad weights."""
+        if which not in self._loaders:
+            raise ValueError(
+                f"which={which!r}: the engine takes {sorted(self._loaders)} (a drafter needs drafter=...)"
+            )
+        self._serial += 1
+        folder = self.root / f"{which}-{self._serial}"
+        writer, seen, total = SafetensorsWriter(folder, max_shard_bytes=bucket_bytes), [], Checksum()
+        complete = False
+        try:
+            writer.write(_watched(tensors, seen, total if checksum is not None else None))
+            self._loaders[which].load(seen)
+            if checksum is not None and total.value() != checksum:
+                raise ValueError(
+                    f"the weights' checksum is {total.value()}, expected {checksum}: they changed on the way"
+                )
+            complete = True
+        finally:
+            if not complete:
+                delete_folder(writer.partial)
+        writer.finish(self._configs[which], {})
+        writer.publish()
+        old, self.folders[which] = self.folders.get(which), folder
+        self.versions[which] = version
+        self._shapes[which] = {name: list(tensor.shape) for name, tensor in seen}
+        if old is not None:
+            delete_folder(old)
+        return folder
+
+
+def _watched(
+    tensors: Iterable[tuple[str, torch.Tensor]], seen: list[tuple[str, torch.Tensor]], total: Checksum | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same pairs, on the host; their shapes go into `seen`, their content into `total`."""
+    for name, tensor in tensors:
+        tensor = tensor.detach().cpu().contiguous()
+        if total is not None:
+            total.add(name, tensor)
+        seen.append((name, torch.empty_like(tensor, device="meta")))
+        yield name, tensor.clone() if tensor._base is not None else tensor

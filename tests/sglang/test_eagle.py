@@ -1,0 +1,124 @@
+"""EAGLE on the real SGLang: exact acceptance, updates without cross-talk, drafters as good as ours."""
+
+import pytest
+import torch
+
+from megatron_tlt.draft.batch import collate
+from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig
+from megatron_tlt.models.drafter import Drafter, DrafterConfig
+from megatron_tlt.rollout.checksum import weights_checksum
+from megatron_tlt.types import SamplingParams
+from tests.sglang.models import (
+    CHAIN,
+    PROMPTS,
+    TREE,
+    VOCAB,
+    config_of,
+    exact_pair,
+    native_engine,
+    sglang_engine,
+    target,
+    tokens_of,
+)
+
+STEPS = CHAIN.num_steps
+EXACT = SamplingParams(temperature=0, max_tokens=1 + 10 * (STEPS + 1))
+LONG = SamplingParams(temperature=0, max_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """An engine that drafts by chains for a target that its drafter computes exactly."""
+    model, drafter = exact_pair()
+    engine = sglang_engine(model, drafter=drafter, strategy=CHAIN)
+    yield engine, model, drafter
+    engine.close()
+
+
+def accept_length(engine, params=EXACT) -> tuple[float, dict]:
+    rollouts = engine.generate(PROMPTS[:3], params)
+    verify_ct = sum(r.verify_ct for r in rollouts)
+    return (sum(r.num_accepted for r in rollouts) + verify_ct) / verify_ct, tokens_of(rollouts)
+
+
+def bad(drafter: Drafter) -> dict:
+    torch.manual_seed(3)
+    return drafter.state_dict() | {"fc.weight": torch.randn(32, 64) * 0.3}
+
+
+def test_acceptance_is_exact_falls_with_a_bad_draft_and_comes_back_by_updates(exact):
+    engine, model, drafter = exact
+    length, tokens = accept_length(engine)
+    assert length == STEPS + 1
+    assert tokens == tokens_of(native_engine(model).generate(PROMPTS[:3], EXACT))
+    before = engine.engine_checksum()
+    engine.update_weights("draft", bad(drafter).items(), version=2)
+    length, same = accept_length(engine)
+    assert length < 1.3 and same == tokens
+    assert engine.engine_checksum() == before == weights_checksum(model.state_dict().items())
+    engine.update_weights("draft", drafter.state_dict().items(), version=3)
+    assert accept_length(engine) == (STEPS + 1, tokens)
+
+
+def test_a_new_target_makes_the_old_draft_stale_until_its_own_comes(exact):
+    engine, model, drafter = exact
+    other, own = exact_pair(seed=9)
+    engine.update_weights("target", other.state_dict().items(), version=4)
+    length, tokens = accept_length(engine)
+    assert length < 2 and tokens == tokens_of(native_engine(other).generate(PROMPTS[:3], EXACT))
+    engine.update_weights("draft", own.state_dict().items(), version=4)
+    assert accept_length(engine) == (STEPS + 1, tokens)
+    engine.update_weights("target", model.state_dict().items(), version=5)
+    engine.update_weights("draft", drafter.state_dict().items(), version=5)
+    assert accept_length(engine)[0] == STEPS + 1
+
+
+def test_sampling_is_refused_where_sglang_would_be_greedy(exact):
+    with pytest.raises(ValueError, match="verifies greedily"):
+        exact[0].submit(PROMPTS[:1], SamplingParams(temperature=0.7))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return target()
+
+
+def trained_drafter(model, layout: str) -> Drafter:
+    """A drafter that has learned this target's own answers, so that much is accepted."""
+    config = DrafterConfig.for_target(config_of(model))
+    if layout == "eagle3":
+        fields = {name: getattr(config, name) for name in DrafterConfig.__slots__}
+        config = DrafterConfig(
+            **fields | dict(layout="eagle3", draft_vocab_size=48, feature_layers=(1, 2, 3))
+        )
+    torch.manual_seed(4)
+    drafter = Drafter(config)
+    if layout == "eagle3":
+        drafter.draft_tokens([t for t in range(VOCAB) if t % 5 != 4][:48])
+    drafter.share(model.model.embed_tokens.weight, model.lm_head.weight)
+    engine = native_engine(model, drafter=drafter)
+    engine.capture_features(10_000, context_rows=30)
+    engine.generate(PROMPTS, LONG)
+    samples = engine.take_features()
+    trainer = DrafterTrainer(
+        drafter, DrafterTrainerConfig(lr=5e-3, num_passes=3, token_weight=1.0, lr_warmup_iters=0)
+    )
+    for _ in range(60):
+        trainer.step(collate(samples))
+    return drafter
+
+
+@pytest.mark.parametrize(("layout", "strategy"), [("eagle", TREE), ("eagle3", CHAIN)], ids=["tree", "eagle3"])
+def test_an_exported_drafter_is_accepted_as_often_as_in_the_embedded_engine(model, layout, strategy):
+    drafter = trained_drafter(model, layout)
+    ours = native_engine(model, drafter=drafter, strategy=strategy)
+    expected = tokens_of(ours.generate(PROMPTS, LONG))
+    engine = sglang_engine(model, drafter=drafter, strategy=strategy)
+    try:
+        rollouts = engine.generate(PROMPTS, LONG)
+    finally:
+        engine.close()
+    assert tokens_of(rollouts) == expected
+    theirs = engine.stats().accept_length
+    assert ours.stats().accept_length > 1.3
+    assert abs(theirs / ours.stats().accept_length - 1) < 0.03, (theirs, ours.stats().accept_length)
