@@ -102,6 +102,16 @@ def save_state(trainer: DrafterTrainer, folder: Path) -> None:
     publish_folder(partial, folder)
 
 
+def ends_of(folder: Path, tokenizer: object) -> tuple[int, ...]:
+    """Tokens that end an answer: the tokenizer's, and those of `config.json`, for either may lack them.
+
+    Without one a drafter would learn what the model says after its answers are over.
+    """
+    stated = config_of(folder).get("eos_token_id")
+    listed = stated if isinstance(stated, list) else [stated]
+    return tuple(sorted({t for t in (*listed, tokenizer.eos_token_id) if t is not None}))
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face model folder")
@@ -137,7 +147,7 @@ def main() -> None:
     )
     sizes = NativeEngineConfig(max_model_len=args.max_prompt_tokens + args.max_tokens)
     engine = engine_of(args.model, sizes, drafter=config)
-    ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    ends = ends_of(args.model, tokenizer)
     params = SamplingParams(
         n=args.n, temperature=args.temperature, max_tokens=args.max_tokens, stop_token_ids=ends,
         seed=args.seed,

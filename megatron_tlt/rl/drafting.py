@@ -38,7 +38,7 @@ Metrics = dict[str, float]
 # Between two looks at the counter while there is nothing to do; a store serves some 10,000 looks a second.
 _POLL_S, _POLL_S_PER_RANK = 1e-3, 1e-4
 # The trained drafter's arms are tried anew when what it brings on its lessons has changed by this much.
-_TRY_AGAIN = 0.05
+_TRY_AGAIN = 0.1
 
 
 class Drafting(Protocol):

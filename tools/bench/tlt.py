@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from megatron_tlt.data.prompts import PromptDataConfig, load_prompts
 from megatron_tlt.data.tokenizer import build_tokenizer
 from megatron_tlt.draft.export import draft_tensors, import_drafter
 from megatron_tlt.draft.state import DRAFTER_FILE
+from megatron_tlt.files import publish_folder, write_json
 from megatron_tlt.models.drafter import Drafter
 from megatron_tlt.parallel import ParallelConfig, init_parallel
 from megatron_tlt.rollout.acceptance import accept_length, rates
@@ -33,9 +35,10 @@ from megatron_tlt.train.checkpoint import CheckpointConfig, iteration_folder
 from megatron_tlt.types import Prompt, SamplingParams, Strategy
 from tools.bench.common import RESULTS, command_line, write_result
 from tools.bench.rl import prepare
-from tools.native_engine import engine_of
+from tools.native_engine import config_of, engine_of
 
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 _PHASES = {
     "step_s": "perf/step_time", "rollout_s": "perf/rollout_time", "reward_s": "perf/reward_time",
@@ -57,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="folder of a fine-tuned policy")
     parser.add_argument("--prompts", type=Path, help="JSON lines of countdown problems")
     parser.add_argument("--drafter", type=Path, help="folder of a warm drafter; default: make one")
+    parser.add_argument("--deepen", type=int, default=1, help="see `deepen`")
     parser.add_argument("--work", type=Path, help="folder for runs and logs; default: a temporary one")
     parser.add_argument("--sides", nargs="+", default=["off", "ngram", "frozen", "tlt"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -145,11 +149,35 @@ def prompt_tokens(checkpoint: Path, prompts: Path) -> list[tuple[int, ...]]:
     return [record.prompt.tokens for record in found.records]
 
 
+def deepen(source: Path, folder: Path, *, times: int) -> None:
+    """The same function from `times` as many layers: copies whose outputs are zero, as LLaMA Pro expands
+    models (https://arxiv.org/abs/2401.02415).
+
+    A policy that fits this benchmark's time has few layers, so that one layer of drafter is a large part of
+    it; depth gives drafting the proportions that it has on real models. The copies train with the rest.
+    """
+    tensors, config = load_file(source / "model.safetensors"), config_of(source)
+    deeper = {}
+    for name, tensor in tensors.items():
+        head, _, tail = name.partition(".layers.")
+        if not tail:
+            deeper[name] = tensor
+            continue
+        layer, _, rest = tail.partition(".")
+        silent = rest.startswith(("self_attn.o_proj", "mlp.down_proj"))
+        for copy in range(times):
+            value = torch.zeros_like(tensor) if copy and silent else tensor
+            deeper[f"{head}.layers.{int(layer) * times + copy}.{rest}"] = value.clone()
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.copytree(source, partial, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(deeper, partial / "model.safetensors", metadata={"format": "pt"})
+    write_json(partial / "config.json", config | {"num_hidden_layers": times * config["num_hidden_layers"]})
+    publish_folder(partial, folder)
+
+
 def warm_up(bench: Bench, tokens: list[tuple[int, ...]]) -> Path:
     """A drafter trained on the first policy's answers."""
-    hf, folder, args = bench.work / "hf", bench.work / "drafter", bench.args
-    if not hf.is_dir():
-        megatron_to_hf(bench.checkpoint, hf, init_parallel(ParallelConfig(), seed=1))
+    hf, folder, args = bench.checkpoint, bench.work / "drafter", bench.args
     if not folder.is_dir():
         file = bench.work / "warmup.jsonl"
         chosen = random.Random(1).sample(tokens, min(len(tokens), 256))
@@ -176,13 +204,16 @@ def final_acceptance(bench: Bench, seed: int, tokens: list[tuple[int, ...]], *, 
     )
     chosen = random.Random(2).sample(tokens, min(len(tokens), 32))
     prompts = [Prompt(prompt_id=i, tokens=t) for i, t in enumerate(chosen)]
-    longest = max(map(len, chosen)) + bench.args.max_tokens
+    longest, end = max(map(len, chosen)) + bench.args.max_tokens, config_of(hf)["eos_token_id"]
+    params = SamplingParams(
+        n=2, max_tokens=bench.args.max_tokens, seed=seed, stop_token_ids=() if end is None else (end,)
+    )
     found = {}
     for name, drafter in (("frozen", frozen), ("adapted", adapted)):
         engine = engine_of(hf, NativeEngineConfig(max_model_len=longest), drafter=drafter.config)
         engine.update_weights("draft", draft_tensors(drafter), version=1)
         engine.policy = FixedPolicy(strategy=_CHAIN)
-        engine.generate(prompts, SamplingParams(n=2, max_tokens=bench.args.max_tokens, seed=seed))
+        engine.generate(prompts, params)
         counts = engine.take_acceptance()
         found[name] = {
             "accept_length": accept_length(counts, ["eagle"]),
@@ -251,8 +282,14 @@ def main() -> None:
             args.trl_micro_batch, args.cores = 0, args.ranks
             made = prepare(work, args)
             args.checkpoint, args.prompts = Path(made["checkpoint"]), Path(made["prompts"])
+        start = args.checkpoint
+        if not args.toy:
+            start = work / f"policy-{args.deepen}"
+            if not start.is_dir():
+                megatron_to_hf(args.checkpoint, work / "hf", init_parallel(ParallelConfig(), seed=1))
+                deepen(work / "hf", start, times=args.deepen)
         bench = Bench(
-            args=args, work=work, checkpoint=args.checkpoint, prompts=args.prompts, drafter=args.drafter
+            args=args, work=work, checkpoint=start, prompts=args.prompts, drafter=args.drafter
         )
         tokens = prompt_tokens(bench.checkpoint, bench.prompts)
         if not args.toy and bench.drafter is None:
