@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_tlt.data.prompts import PromptDataConfig
 from megatron_tlt.data.rewards import RewardConfig
@@ -49,6 +49,10 @@ class RolloutConfig:
     """Whole tensors in flight while weights are published."""
     check_weight_update: bool = False
     """Compare a SHA-256 of the published weights over all engines."""
+    engine: Literal["native", "sglang"] = "native"
+    """The embedded engine, or SGLang in a process beside each rank (launch/sglang_environment.sh)."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of sglang.Engine, such as mem_fraction_static, under SGLang's names."""
     trace_interval: int = 10
     """Every how many steps the rollout's decode steps and requests go to the timeline; 0: never."""
 
@@ -221,6 +225,11 @@ class RlConfig:
             raise ValueError("debug_rollout_only needs save_debug_rollout_data")
         if self.evaluation.sets and self.debug_train_only:
             raise ValueError("debug_train_only has no engine to evaluate with: leave evaluation.sets out")
+        if self.rollout.engine == "sglang" and self.speculation != "off":
+            raise ValueError(
+                f"speculation={self.speculation} with rollout.engine=sglang: the bandit and the drafter's "
+                "training need the embedded engine; set speculation=off, or rollout.engine=native"
+            )
         if self.speculation == "frozen" and self.drafter.path is None:
             raise ValueError(
                 "speculation=frozen needs drafter.path, a trained drafter: tools/train_drafter.py makes one"

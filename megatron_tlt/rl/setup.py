@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from megatron_tlt import device
 from megatron_tlt.bridge.finetune import Policy, Source, build_policy, find_source
 from megatron_tlt.data.prompts import PromptCursor, PromptSet, load_prompts
 from megatron_tlt.data.reward_workers import build_scorer
@@ -15,6 +14,7 @@ from megatron_tlt.parallel import Parallel, world_store
 from megatron_tlt.rl.config import RlConfig
 from megatron_tlt.rl.drafting import Drafting, NoDrafting, SpotDrafting, build_drafter
 from megatron_tlt.rl.engine_trace import EngineTrace, NoTrace, engine_trace_path
+from megatron_tlt.rl.engines import build_engine, close_engine
 from megatron_tlt.rl.evaluation import Evaluator
 from megatron_tlt.rl.generation import Collector, Generator
 from megatron_tlt.rl.phases import PhaseClock
@@ -24,8 +24,6 @@ from megatron_tlt.rl.timeline import Timeline, timeline_path
 from megatron_tlt.rl.trainer import PolicyTrainer, copy_weights
 from megatron_tlt.rl.weight_sync import WeightPublisher
 from megatron_tlt.rollout.engine import RolloutEngine
-from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
-from megatron_tlt.rollout.native.model import TensorParallel
 from megatron_tlt.rollout.tuner import BanditTuner, StrategyPolicy
 from megatron_tlt.train.checkpoint import (
     CheckpointSaver,
@@ -68,6 +66,7 @@ class RlRun:
     def close(self) -> None:
         """End the reward workers, and the thread that writes checkpoints."""
         self.saver.close()
+        close_engine(self.engine)
         if self.collector is not None:
             self.collector.generator.scorer.close()
 
@@ -256,19 +255,10 @@ def _add_engine(
     drafter = None
     if config.drafts:
         drafter = build_drafter(config.drafter, target, seed=config.training.seed)
-    run.engine = NativeEngine(
-        target,
-        NativeEngineConfig(
-            max_model_len=longest,
-            max_batch=rollout.max_running_requests,
-            kv_cache_bytes=None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * _GIB),
-            dtype=config.training.params_dtype,
-        ),
-        tp=TensorParallel(parallel.groups.tp),
-        device=device.device(),
-        policy=run.tuner,
+    run.engine = build_engine(
+        config, parallel, target, max_model_len=longest, policy=run.tuner,
         drafter=None if drafter is None else drafter.config,
-    )
+    )  # fmt: skip
     if drafter is not None:
         run.drafting = build_drafting(config, drafter, run.engine, parallel, run.clock.timeline)
     run.publisher = WeightPublisher(

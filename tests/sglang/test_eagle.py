@@ -6,6 +6,7 @@ import torch
 from megatron_tlt.draft.batch import collate
 from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig
 from megatron_tlt.models.drafter import Drafter, DrafterConfig
+from megatron_tlt.rollout.sglang import answers
 from megatron_tlt.rollout.checksum import weights_checksum
 from megatron_tlt.types import SamplingParams
 from tests.sglang.models import (
@@ -73,9 +74,12 @@ def test_a_new_target_makes_the_old_draft_stale_until_its_own_comes(exact):
     assert accept_length(engine)[0] == STEPS + 1
 
 
-def test_sampling_is_refused_where_sglang_would_be_greedy(exact):
+def test_sampling_is_refused_where_sglang_would_be_greedy(exact, monkeypatch):
+    monkeypatch.setattr(answers, "plugin_is_installed", lambda: False)
     with pytest.raises(ValueError, match="verifies greedily"):
         exact[0].submit(PROMPTS[:1], SamplingParams(temperature=0.7))
+    with pytest.raises(ValueError, match="leaves min_p out"):
+        exact[0].submit(PROMPTS[:1], SamplingParams(temperature=0.7, min_p=0.1))
 
 
 @pytest.fixture(scope="module")

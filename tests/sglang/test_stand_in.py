@@ -213,6 +213,50 @@ def test_the_greedy_walk_is_the_longest_path_that_the_target_agrees_with(seed):
         assert [int(predicts[row * count + n]) for n in walked] == [int(target[row, n]) for n in walked]
 
 
+def test_sampled_trees_emit_the_targets_distribution():
+    """Root 0 with children 1 and 2, node 1 with child 3: chi-square of first and second tokens."""
+    rows, vocab = 20_000, 5
+    torch.manual_seed(0)
+    probs = torch.softmax(torch.randn(4, vocab), -1)
+    drafts = torch.tensor([0, 3, 1, 2])  # tokens of the nodes
+    index = torch.arange(rows * 4).view(rows, 4)
+    child = torch.tensor([1, 3, -1, -1]).expand(rows, 4)
+    sibling = torch.tensor([-1, 2, -1, -1]).expand(rows, 4)
+    predicts = torch.full((rows * 4,), -1, dtype=torch.int32)
+    accepted = torch.full((rows, 3), -1, dtype=torch.int32)
+    number = torch.zeros(rows, dtype=torch.int32)
+    sgl_kernel.tree_speculative_sampling_target_only(
+        predicts, accepted, number, drafts.expand(rows, 4), index, child, sibling, torch.rand(rows, 4),
+        torch.rand(rows), probs.expand(rows, 4, vocab), torch.zeros(1),
+    )  # fmt: skip
+    emitted = predicts.view(rows, 4)
+
+    def check(tokens: torch.Tensor, node: int) -> None:
+        expected = probs[node] * len(tokens)
+        statistic = ((torch.bincount(tokens.long(), minlength=vocab) - expected).square() / expected).sum()
+        assert statistic < (vocab - 1) + 4 * (2 * (vocab - 1)) ** 0.5
+
+    check(emitted[:, 0], 0)
+    for token, node in ((3, 1), (1, 2)):
+        taken = emitted[:, 0] == token
+        assert torch.equal(taken, (accepted[:, 1] - torch.arange(rows) * 4) == node)
+        check(emitted[taken, node], node)
+    deeper = (emitted[:, 0] == 3) & (emitted[:, 1] == 2)
+    assert torch.equal(number == 2, deeper)
+    check(emitted[deeper, 3], 3)
+    assert torch.equal(number >= 1, (emitted[:, 0] == 3) | (emitted[:, 0] == 1))
+
+
+def test_truncated_distributions_keep_the_largest_and_sum_to_one():
+    probs = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.7, 0.1, 0.15, 0.05]])
+    out = sgl_kernel.top_k_renorm_prob(probs, torch.tensor([2, 4]))
+    torch.testing.assert_close(out[0], torch.tensor([0, 4 / 7, 3 / 7, 0]))
+    torch.testing.assert_close(out[1], probs[1])
+    out = sgl_kernel.top_p_renorm_prob(probs, torch.tensor([0.65, 0.5]))
+    torch.testing.assert_close(out[0], torch.tensor([0, 4 / 7, 3 / 7, 0]))
+    torch.testing.assert_close(out[1], torch.tensor([1.0, 0, 0, 0]))
+
+
 def test_tables_are_filled_and_read_position_by_position():
     table, pools = torch.zeros(4, 20, dtype=torch.int32), torch.tensor([2, 0])
     start, end, rows = torch.tensor([3, 0]), torch.tensor([7, 2]), torch.tensor([11, 12, 13, 14, 21, 22])

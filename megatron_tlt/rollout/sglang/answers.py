@@ -1,11 +1,12 @@
 """Between our records and SGLang's: sampling parameters one way, responses and hidden states the other."""
 
+import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from megatron_tlt.types import FeatureSample, FinishReason, Prompt, Rollout, SamplingParams
+from megatron_tlt.types import FeatureSample, FinishReason, Prompt, Rollout, SamplingParams, Strategy
 
 NOTHING = {
     "tokens": [], "log_probs": [], "versions": [], "version": None, "finish": "abort", "verify_ct": 0,
@@ -22,6 +23,31 @@ def check_sampling(params: SamplingParams) -> None:
             "neither (text stays outside, and penalties change the log-probabilities); use stop_token_ids, "
             "or rollout.engine native"
         )
+
+
+def check_speculation(params: SamplingParams, strategy: Strategy, *, device: str) -> None:
+    """Raise ValueError where SGLang 0.5.21 would speculate, but not draw from the distribution asked for."""
+    if strategy.drafter == "off" or params.temperature == 0:
+        return
+    if params.min_p > 0:
+        raise ValueError(f"min_p={params.min_p} with {strategy}: SGLang's verification leaves min_p out")
+    if device == "cpu" and not plugin_is_installed():
+        raise ValueError(
+            f"temperature={params.temperature} with {strategy} on a CPU: SGLang verifies greedily there and "
+            "would draw no samples; install this package (pip install --no-deps -e .), whose plugin mends "
+            "it, or use temperature 0 or strategy off"
+        )
+    if device == "cpu" and strategy.drafter == "ngram":
+        raise ValueError(
+            f"temperature={params.temperature} with {strategy} on a CPU is not proven exact: use an eagle "
+            "drafter, temperature 0 or strategy off"
+        )
+
+
+def plugin_is_installed() -> bool:
+    """Whether SGLang's processes will find our entry point."""
+    found = importlib.metadata.entry_points(group="sglang.srt.plugins")
+    return any(entry.value.startswith("megatron_tlt.") for entry in found)
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:

@@ -25,6 +25,9 @@ class SglangConfig:
     """Type of weights and cache."""
     strategy: Strategy = OFF
     """How every step speculates; its drafter is off, eagle (1/2/3, by the drafter's layout) or ngram."""
+    adaptive_steps: tuple[int, ...] = ()
+    """Numbers of draft steps that the bandit chooses from, strategy.num_steps among them, 0 meaning off; empty:
+    always strategy. For chains (topk 1) only, as SGLang has it."""
     seed: int = 0
     """Seed of the engine's draws."""
     timeout_s: float = 600.0
@@ -44,6 +47,15 @@ class SglangConfig:
             raise ValueError(
                 f"timeout_s={self.timeout_s} must be positive, max_restarts={self.max_restarts} not negative"
             )
+        if self.adaptive_steps and (
+            self.strategy.drafter != "eagle"
+            or self.strategy.topk != 1
+            or self.strategy.num_steps not in self.adaptive_steps
+        ):
+            raise ValueError(
+                f"adaptive_steps={self.adaptive_steps} with strategy {self.strategy}: SGLang 0.5.21 changes "
+                "steps of eagle chains (topk=1) only, and starts with num_steps, which must be among them"
+            )
         if self.strategy.drafter not in ("off", "eagle", "ngram"):
             raise ValueError(
                 f"SGLang has no drafter {self.strategy.drafter!r}: choose off, eagle or ngram"
@@ -57,8 +69,15 @@ _CPU = {
     "disable_cuda_graph": True,
 }  # fmt: skip
 _CPU_SPECULATION = {"prefill_attention_backend": "intel_amx", "decode_attention_backend": "intel_amx"}
-ENVIRONMENT = {"cpu": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}, "cuda": {}}
+PLUGIN_VARIABLE = "MEGATRON_TLT_SGLANG"
+"""Switches our plugin on in SGLang's processes."""
+ENVIRONMENT = {
+    "cpu": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", PLUGIN_VARIABLE: "1"},
+    "cuda": {PLUGIN_VARIABLE: "1"},
+}
 """Variables of the engine's process."""
+BANDIT_FILE, STEPS_FILE = "bandit.json", "adaptive.json"
+"""State of the bandit inside SGLang, and its candidates in SGLang's form."""
 
 
 def engine_arguments(
@@ -83,6 +102,9 @@ def engine_arguments(
     if strategy.drafter != "off":
         arguments |= _speculation(strategy, eagle3=eagle3, draft=draft)
         arguments |= _CPU_SPECULATION if device == "cpu" else {}
+    if config.adaptive_steps:
+        path = str(target.parent / STEPS_FILE)
+        arguments |= {"speculative_adaptive": True, "speculative_adaptive_config": path}
     return arguments | config.arguments
 
 

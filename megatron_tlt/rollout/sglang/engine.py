@@ -5,6 +5,7 @@ under way, which then go on with their tokens under the new weights; sampled tok
 random numbers, so on batch composition. Log-probabilities mean the same.
 """
 
+import json
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,18 +16,26 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from megatron_tlt.files import write_json
 from megatron_tlt.models.drafter import DrafterConfig
 from megatron_tlt.rollout.engine import Weights
 from megatron_tlt.rollout.native.shape import shape_from_hf
 from megatron_tlt.rollout.sglang.answers import (
     NOTHING,
     check_sampling,
+    check_speculation,
     feature_sample,
     rollout_of,
     sampling_fields,
 )
-from megatron_tlt.rollout.sglang.config import ENVIRONMENT, SglangConfig, engine_arguments
-from megatron_tlt.rollout.sglang.process import EngineDied, EngineProcess
+from megatron_tlt.rollout.sglang.config import (
+    BANDIT_FILE,
+    ENVIRONMENT,
+    STEPS_FILE,
+    SglangConfig,
+    engine_arguments,
+)
+from megatron_tlt.rollout.sglang.process import EngineDied, EngineProcess, check_installed
 from megatron_tlt.rollout.sglang.store import WeightStore
 from megatron_tlt.types import EngineStats, FeatureSample, Prompt, Rollout, SamplingParams
 
@@ -55,6 +64,7 @@ class SglangEngine:
         self, hf_config: Mapping[str, Any], config: SglangConfig, *, device: str = "cpu",
         drafter: DrafterConfig | None = None,
     ) -> None:  # fmt: skip
+        check_installed(device)
         shape = shape_from_hf(hf_config)
         if config.max_model_len > shape.max_position_embeddings:
             raise ValueError(
@@ -88,12 +98,7 @@ class SglangEngine:
                 f"{[*self.store.folders]}"
             )
         check_sampling(params)
-        speculates = self.config.strategy.drafter != "off"
-        if params.temperature > 0 and speculates and self.device == "cpu":
-            raise ValueError(
-                f"temperature={params.temperature} with strategy {self.config.strategy} on a CPU: SGLang "
-                "0.5.21 verifies greedily there and would draw no samples; use temperature 0 or strategy off"
-            )
+        check_speculation(params, self.config.strategy, device=self.device)
         for prompt in prompts:
             self._check(prompt, params)
         for prompt in prompts:
@@ -119,11 +124,16 @@ class SglangEngine:
         request.rid = f"request-{self._made}"
         states = Path(self._room.name) / f"{request.rid}.safetensors"
         request.hidden = states if self._max_rows else None
-        number = self.process.post(
-            "generate", rid=request.rid, input_ids=list(request.prompt.tokens),
+        fields = dict(
+            rid=request.rid, input_ids=list(request.prompt.tokens),
             sampling_params=sampling_fields(request.params),
             hidden=None if request.hidden is None else str(states),
         )  # fmt: skip
+        try:
+            number = self.process.post("generate", **fields)
+        except EngineDied as death:
+            self._restart(death)
+            number = self.process.post("generate", **fields)
         self._requests[number] = request
 
     def stream(self) -> Iterator[Rollout]:
@@ -177,14 +187,14 @@ class SglangEngine:
         return rollout
 
     def pause(self) -> None:
-        if not self.paused and self.process is not None:
-            self.process.call("pause")
-        self.paused = True
+        before, self.paused = self.paused, True
+        if not before and self.process is not None:
+            self._tell("pause")
 
     def resume(self) -> None:
-        if self.paused and self.process is not None:
-            self.process.call("resume")
-        self.paused = False
+        before, self.paused = self.paused, False
+        if before and self.process is not None:
+            self._tell("resume")
 
     def abort(self, prompt_ids: Iterable[int] | None = None) -> list[Rollout]:
         chosen = None if prompt_ids is None else set(prompt_ids)
@@ -195,7 +205,7 @@ class SglangEngine:
         for request in hit:
             request.aborted = True
         if hit:
-            self.process.call("abort", rids=[request.rid for request in hit])
+            self._tell("abort", rids=[request.rid for request in hit])
         while any(request.aborted for request in self._requests.values()):
             rollout = self._next()
             if rollout is not None:
@@ -218,12 +228,15 @@ class SglangEngine:
             if self.store.folders.keys() == set(self.store.kinds):
                 self._launch()
             return
+        self._tell(
+            "update", selector=which, folder=str(folder), paused=self.paused,
+            version=str(version) if which == "target" else None, bucket_bytes=self.config.bucket_bytes,
+        )  # fmt: skip
+
+    def _tell(self, op: str, **fields: Any) -> None:
+        """Have the engine do something that a new one, started with the present state, need not do."""
         try:
-            self.process.call(
-                "update", selector=which, folder=str(folder), paused=self.paused,
-                version=str(version) if which == "target" else None,
-                bucket_bytes=self.config.bucket_bytes,
-            )  # fmt: skip
+            self.process.call(op, **fields)
         except EngineDied as death:
             self._restart(death)
 
@@ -231,6 +244,11 @@ class SglangEngine:
         """`weights_checksum` of what the engine itself holds of the target (for small models)."""
         kind = str(self.config.dtype).removeprefix("torch.")
         return self.process.call("checksum", shapes=self.store.shapes("target"), dtype=kind)
+
+    def bandit_state(self) -> dict[str, Any]:
+        """`BanditTuner.state_dict` of the bandit inside SGLang, at most 20 steps old; empty before that."""
+        path = Path(self._room.name) / BANDIT_FILE
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def check_health(self) -> dict[str, Any]:
         """Version and processes, from the engine itself. Raises EngineDied."""
@@ -243,6 +261,9 @@ class SglangEngine:
             eagle3=self.drafter is not None and self.drafter.layout == "eagle3",
         )  # fmt: skip
         arguments |= {"weight_version": str(self.store.versions["target"])}
+        if self.config.adaptive_steps:
+            steps = {"candidate_steps": sorted(self.config.adaptive_steps)}
+            write_json(Path(self._room.name) / STEPS_FILE, {"1": steps})
         self.process = EngineProcess(
             arguments, environment=ENVIRONMENT[self.device], timeout_s=self.config.timeout_s
         )

@@ -1,5 +1,6 @@
 """The engine's process as seen from a trainer rank: start, messages, answers, and its end."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -21,6 +22,17 @@ class EngineDied(RuntimeError):
 
 class EngineError(RuntimeError):
     """The engine answered with an error."""
+
+
+def check_installed(device: str) -> None:
+    """Raise ValueError where this interpreter lacks SGLang, or on a CPU what stands in for its kernels."""
+    needed = ["sglang"] + ["sgl_kernel"] * (device == "cpu")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"{missing} cannot be imported by {sys.executable}: source launch/sglang_environment.sh, which "
+            "installs SGLang and puts the stand-ins for a CPU on PYTHONPATH"
+        )
 
 
 class EngineProcess:

@@ -18,6 +18,11 @@ from .caches import (
     fill_bonus_tokens_cpu,
     rotate_input_ids_cpu,
 )
+from .sampling import (
+    top_k_renorm_prob,
+    top_p_renorm_prob,
+    tree_speculative_sampling_target_only,
+)
 from .trees import (
     build_tree_kernel_efficient_cpu,
     reconstruct_indices_from_tree_mask_cpu,
@@ -36,6 +41,9 @@ __all__ = [
     "fill_bonus_tokens_cpu",
     "reconstruct_indices_from_tree_mask_cpu",
     "rotate_input_ids_cpu",
+    "top_k_renorm_prob",
+    "top_p_renorm_prob",
+    "tree_speculative_sampling_target_only",
     "verify_tree_greedy_cpu",
 ]
 

@@ -1,0 +1,60 @@
+"""Which engine a rank generates with: the embedded one, or SGLang in a process beside it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_tlt import device
+from megatron_tlt.models.drafter import DrafterConfig
+from megatron_tlt.parallel import Parallel
+from megatron_tlt.rl.config import RlConfig
+from megatron_tlt.rollout.engine import RolloutEngine
+from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
+from megatron_tlt.rollout.native.model import TensorParallel
+from megatron_tlt.rollout.sglang.config import SglangConfig
+from megatron_tlt.rollout.sglang.engine import SglangEngine
+from megatron_tlt.rollout.tuner import StrategyPolicy
+
+_GIB = 2**30
+
+
+def build_engine(
+    config: RlConfig, parallel: Parallel, target: Mapping[str, Any], *, max_model_len: int,
+    policy: StrategyPolicy, drafter: DrafterConfig | None,
+) -> RolloutEngine:  # fmt: skip
+    """`target`: the policy's `config.json`. Raises ValueError for what the chosen engine cannot do."""
+    rollout = config.rollout
+    if rollout.engine == "native":
+        return NativeEngine(
+            target,
+            NativeEngineConfig(
+                max_model_len=max_model_len,
+                max_batch=rollout.max_running_requests,
+                kv_cache_bytes=None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * _GIB),
+                dtype=config.training.params_dtype,
+            ),
+            tp=TensorParallel(parallel.groups.tp),
+            device=device.device(),
+            policy=policy,
+            drafter=drafter,
+        )
+    if parallel.config.tensor_model_parallel_size > 1:
+        raise ValueError(
+            f"rollout.engine=sglang with tensor_model_parallel_size="
+            f"{parallel.config.tensor_model_parallel_size}: an engine over several ranks is not built; "
+            "use 1, or rollout.engine native"
+        )
+    return SglangEngine(
+        target,
+        SglangConfig(
+            max_model_len=max_model_len, max_running_requests=rollout.max_running_requests,
+            dtype=config.training.params_dtype, seed=config.training.seed + parallel.rank,
+            bucket_bytes=rollout.sync_bucket_mib * 2**20, arguments=dict(rollout.sglang),
+        ),
+        device="cuda" if device.is_cuda() else "cpu",
+    )  # fmt: skip
+
+
+def close_engine(engine: RolloutEngine | None) -> None:
+    """End the process of an engine that has one."""
+    if isinstance(engine, SglangEngine):
+        engine.close()

@@ -1,0 +1,51 @@
+"""RL on SGLang as tasks for gloo workers."""
+
+import os
+import signal
+from pathlib import Path
+
+from megatron_tlt.rl.loop import train
+from megatron_tlt.rl.setup import RlRun
+from megatron_tlt.rollout.checksum import weights_checksum
+from tests.dist.rl_tasks import ONE, read_metrics, start, weights_of
+
+STEPS = 3
+
+
+def train_and_compare(root: Path, dies_in: int | None) -> dict:
+    """`STEPS` steps; after each, both ends' checksums. Rank 0's engine dies in a rollout."""
+    sections = dict(
+        RolloutConfig={"engine": "sglang", "check_weight_update": True},
+        RlTrainingConfig={"train_iters": STEPS},
+        AlgorithmConfig={"max_logprob_diff": 1e-3},
+    )
+    run = start(Path(root), ONE, **sections)
+    checksums: list[tuple[str, str]] = []
+    publish = run.publisher.publish
+
+    def publish_and_compare(engine, *, version: int) -> None:
+        publish(engine, version=version)
+        checksums.append((weights_checksum(weights_of(run).items()), engine.engine_checksum()))
+
+    run.publisher.publish = publish_and_compare
+    if dies_in is not None and run.parallel.rank == 0:
+        _kill_engine_in(run, dies_in)
+    state = train(run)
+    return {
+        "checksums": checksums,
+        "iteration": state.iteration,
+        "restarts": run.engine.restarts,
+        "metrics": read_metrics(root),
+    }
+
+
+def _kill_engine_in(run: RlRun, step: int) -> None:
+    submit, wanted, killed = run.engine.submit, step, []
+
+    def submit_and_kill(prompts, params, *, step: int) -> None:
+        submit(prompts, params, step=step)
+        if step == wanted and not killed:
+            killed.extend(run.engine.check_health()["pids"])
+            os.kill(killed[0], signal.SIGKILL)
+
+    run.engine.submit = submit_and_kill

@@ -1,0 +1,93 @@
+"""Our plugin inside SGLang's processes: sampled verification is exact, and the bandit changes the steps."""
+
+import pytest
+import torch
+
+from megatron_tlt.rollout.sglang.plugin import BanditSteps, verify_uses_greedy
+from megatron_tlt.types import SamplingParams
+from tests.sglang.models import (
+    CHAIN,
+    PROMPTS,
+    VOCAB,
+    exact_pair,
+    native_engine,
+    sglang_engine,
+    tokens_of,
+)
+
+STEPS = (0, 1, CHAIN.num_steps)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return exact_pair()
+
+
+@pytest.fixture(scope="module")
+def engine(pair):
+    model, drafter = pair
+    engine = sglang_engine(model, drafter=drafter, strategy=CHAIN, adaptive_steps=STEPS)
+    yield engine
+    engine.close()
+
+
+def test_changing_steps_change_no_token_and_the_bandit_learns(engine, pair):
+    params = SamplingParams(temperature=0, max_tokens=100)
+    rollouts = engine.generate(PROMPTS, params)
+    assert tokens_of(rollouts) == tokens_of(native_engine(pair[0]).generate(PROMPTS, params))
+    state = engine.bandit_state()
+    tried = {name for _, name, rewards in state["rewards"] if rewards}
+    assert tried == {"off", "eagle_1_1_2", "eagle_3_1_4"}
+
+
+def test_sampled_tokens_follow_the_model_under_speculation(engine, pair):
+    """Chi-square of second and third tokens given the ones before, and their log-probabilities."""
+    model, count, temperature = pair[0], 600, 0.7
+    params = SamplingParams(n=count, temperature=temperature, max_tokens=4, top_k=4)
+    rollouts = engine.generate(PROMPTS[:1], params)
+    assert sum(r.num_accepted for r in rollouts) > 0
+    statistic = freedom = 0.0
+    pairs = [(r.tokens[:i], r.tokens[i]) for r in rollouts for i in (0, 1, 2)]
+    for prefix in sorted({prefix for prefix, _ in pairs}):
+        drawn = [token for other, token in pairs if other == prefix]
+        if len(drawn) < 40:
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPTS[0].tokens + prefix])).logits[0, -1] / temperature
+        kept = logits.topk(4).indices
+        expected = torch.zeros(VOCAB).scatter_(0, kept, torch.softmax(logits[kept], 0)) * len(drawn)
+        observed = torch.bincount(torch.tensor(drawn), minlength=VOCAB)
+        assert not observed[expected == 0].any()
+        big = expected > 5
+        statistic += float(((observed - expected).square() / expected)[big].sum())
+        freedom += max(int(big.sum()) - 1, 0)
+    assert freedom >= 5 and statistic < freedom + 4 * (2 * freedom) ** 0.5
+    for rollout in rollouts[:20]:
+        ids = torch.tensor([rollout.prompt_tokens + rollout.tokens])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(rollout.prompt_tokens) - 1 : -1].float() / temperature
+        wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(rollout.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(rollout.log_probs), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_policy_chooses_by_measured_speed_and_resumes(tmp_path):
+    """A bandit without an engine: steps of 3 bring four tokens in the time of one."""
+    path = tmp_path / "adaptive.json"
+    path.write_text('{"1": {"candidate_steps": [3, 0]}}')
+    policy = BanditSteps(3, str(path))
+    assert policy.candidate_steps == [0, 3]
+    for _ in range(40):
+        steps = policy.get_steps_for_batch(2)
+        policy._began -= 1.0
+        policy.on_verify_complete([steps, steps], 2)
+    again = BanditSteps(3, str(path))
+    assert again.tuner.decisions == 40
+    assert [again.get_steps_for_batch(2) for _ in range(5)].count(3) >= 4
+    policy.set_cuda_graph_bs([1, 2, 4])
+    assert policy.cuda_graph_bs_for_step(0) == [1, 2, 4]
+
+
+def test_only_greedy_requests_are_verified_greedily():
+    others = dict(is_cpu=True, is_hip=False, is_xpu=False, use_rejection_sampling=False)
+    assert verify_uses_greedy(is_all_greedy=True, **others)
+    assert not verify_uses_greedy(is_all_greedy=False, **others)

@@ -1,0 +1,21 @@
+"""Three RL steps on two ranks, each with a real SGLang engine; one of them dies in mid-rollout."""
+
+from tests.dist.rl_tasks import write_prompts
+from tests.dist.workers import close_pools, run_distributed
+from tests.sglang.rl_tasks import STEPS, train_and_compare
+
+
+def test_engines_hold_the_trainers_weights_after_each_step_and_a_lost_one_costs_nothing(tmp_path):
+    write_prompts(tmp_path / "prompts.jsonl")
+    try:
+        results = run_distributed(train_and_compare, 2, tmp_path, 2, timeout=500)
+    finally:
+        close_pools()
+    for result in results:
+        assert result["iteration"] == STEPS
+        assert len(result["checksums"]) == STEPS + 1  # before the first step, too
+        assert all(ours == theirs for ours, theirs in result["checksums"])
+        assert len({ours for ours, _ in result["checksums"]}) == STEPS + 1
+    assert results[0]["checksums"] == results[1]["checksums"]
+    assert [r["restarts"] for r in results] == [1, 0]
+    assert len(results[0]["metrics"]) == STEPS
