@@ -13,6 +13,7 @@ from megatron_tlt.models.drafter import DrafterConfig
 from megatron_tlt.types import FeatureSample
 from tests.unit.rollout_models import VOCAB, make_drafter, reference
 from tools import prove_lossless, replay_rollout, train_drafter
+from tools.bench.tlt import deepen
 from tools.native_engine import config_of, prompts_of, weights
 
 
@@ -112,3 +113,14 @@ def test_a_stopped_warm_up_goes_on_to_the_same_drafter(tmp_path):
     run(100, tmp_path / "state")
     halves = run(130, tmp_path / "state")
     assert all(torch.equal(whole[name], halves[name]) for name in whole)
+
+
+def test_a_deepened_model_is_the_same_function(folder, tmp_path):
+    deepen(folder / "model", tmp_path / "deep", times=3)
+    deep = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "deep").eval()
+    assert deep.config.num_hidden_layers == 9
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            deep(tokens).logits, reference("llama")(tokens).logits, atol=1e-5, rtol=1e-5
+        )
