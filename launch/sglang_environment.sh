@@ -7,6 +7,8 @@ if [ ! -e "$stamp" ]; then
     if [ "$requirements" = requirements.txt ]; then
         echo "== installing SGLang for the CPU into $VENV (about 3 minutes)"
         "$VENV/bin/pip" install --quiet --no-deps -r requirements-sglang-cpu.txt
+    else
+        "$VENV/bin/pip" install --quiet -r requirements-sglang-gpu.txt
     fi
     # The package itself, for the entry point through which SGLang's processes find our plugin.
     "$VENV/bin/pip" install --quiet setuptools wheel

@@ -17,6 +17,7 @@ PROMPTS = [
 ]
 OFF = Strategy()
 CHAIN = Strategy(drafter="eagle", num_steps=3, num_draft_tokens=4)
+NGRAM = Strategy(drafter="ngram", num_steps=4, num_draft_tokens=5)
 TREE = Strategy(drafter="eagle", num_steps=3, topk=4, num_draft_tokens=8)
 
 

@@ -6,11 +6,13 @@ import torch
 from megatron_tlt.draft.batch import collate
 from megatron_tlt.draft.trainer import DrafterTrainer, DrafterTrainerConfig
 from megatron_tlt.models.drafter import Drafter, DrafterConfig
-from megatron_tlt.rollout.sglang import answers
 from megatron_tlt.rollout.checksum import weights_checksum
+from megatron_tlt.rollout.sglang import answers
+from megatron_tlt.rollout.sglang.probe import probe_engine
 from megatron_tlt.types import SamplingParams
 from tests.sglang.models import (
     CHAIN,
+    NGRAM,
     PROMPTS,
     TREE,
     VOCAB,
@@ -59,6 +61,25 @@ def test_acceptance_is_exact_falls_with_a_bad_draft_and_comes_back_by_updates(ex
     assert engine.engine_checksum() == before == weights_checksum(model.state_dict().items())
     engine.update_weights("draft", drafter.state_dict().items(), version=3)
     assert accept_length(engine) == (STEPS + 1, tokens)
+
+
+def test_the_probe_names_a_draft_that_does_not_fit_and_a_target_that_is_another(exact):
+    engine, model, drafter = exact
+    tokens = PROMPTS[2].tokens
+
+    def log_probs(ids: tuple[int, ...]) -> list[float]:
+        with torch.no_grad():
+            rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+        return [float(rows[i, ids[i + 1]]) for i in range(len(ids) - 1)]
+
+    report = probe_engine(engine, tokens, log_probs=log_probs, min_accept_length=3.9)
+    assert report["accept_length"] == STEPS + 1 and report["max_log_prob_diff"] < 1e-4
+    with pytest.raises(ValueError, match="differ by up to 1"):
+        probe_engine(engine, tokens, log_probs=lambda ids: [x - 1.0 for x in log_probs(ids)])
+    engine.update_weights("draft", bad(drafter).items(), version=2)
+    with pytest.raises(ValueError, match="drafts are hardly ever accepted"):
+        probe_engine(engine, tokens, min_accept_length=1.5)
+    engine.update_weights("draft", drafter.state_dict().items(), version=3)
 
 
 def test_a_new_target_makes_the_old_draft_stale_until_its_own_comes(exact):
@@ -113,7 +134,9 @@ def trained_drafter(model, layout: str) -> Drafter:
 
 
 @pytest.mark.parametrize(("layout", "strategy"), [("eagle", TREE), ("eagle3", CHAIN)], ids=["tree", "eagle3"])
-def test_an_exported_drafter_is_accepted_as_often_as_in_the_embedded_engine(model, layout, strategy):
+def test_an_exported_drafter_is_accepted_as_often_as_in_the_embedded_engine(
+    model, layout, strategy, record_property
+):
     drafter = trained_drafter(model, layout)
     ours = native_engine(model, drafter=drafter, strategy=strategy)
     expected = tokens_of(ours.generate(PROMPTS, LONG))
@@ -125,4 +148,16 @@ def test_an_exported_drafter_is_accepted_as_often_as_in_the_embedded_engine(mode
     assert tokens_of(rollouts) == expected
     theirs = engine.stats().accept_length
     assert ours.stats().accept_length > 1.3
+    record_property("accept_ratio", theirs / ours.stats().accept_length)
     assert abs(theirs / ours.stats().accept_length - 1) < 0.03, (theirs, ours.stats().accept_length)
+
+
+def test_ngrams_change_no_token(model):
+    """SGLang's own n-gram drafts, at temperature 0."""
+    engine = sglang_engine(model, strategy=NGRAM)
+    try:
+        rollouts = engine.generate(PROMPTS, LONG)
+    finally:
+        engine.close()
+    assert tokens_of(rollouts) == tokens_of(native_engine(model).generate(PROMPTS, LONG))
+    assert engine.stats().verify_ct > 0

@@ -5,7 +5,9 @@ from tests.dist.workers import close_pools, run_distributed
 from tests.sglang.rl_tasks import STEPS, train_and_compare
 
 
-def test_engines_hold_the_trainers_weights_after_each_step_and_a_lost_one_costs_nothing(tmp_path):
+def test_engines_hold_the_trainers_weights_after_each_step_and_a_lost_one_costs_nothing(
+    tmp_path, record_property
+):
     write_prompts(tmp_path / "prompts.jsonl")
     try:
         results = run_distributed(train_and_compare, 2, tmp_path, 2, timeout=500)
@@ -19,3 +21,4 @@ def test_engines_hold_the_trainers_weights_after_each_step_and_a_lost_one_costs_
     assert results[0]["checksums"] == results[1]["checksums"]
     assert [r["restarts"] for r in results] == [1, 0]
     assert len(results[0]["metrics"]) == STEPS
+    record_property("rl_steps", STEPS)

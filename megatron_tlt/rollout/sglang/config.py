@@ -26,8 +26,8 @@ class SglangConfig:
     strategy: Strategy = OFF
     """How every step speculates; its drafter is off, eagle (1/2/3, by the drafter's layout) or ngram."""
     adaptive_steps: tuple[int, ...] = ()
-    """Numbers of draft steps that the bandit chooses from, strategy.num_steps among them, 0 meaning off; empty:
-    always strategy. For chains (topk 1) only, as SGLang has it."""
+    """Numbers of draft steps that the bandit chooses from, strategy.num_steps among them, 0 meaning off;
+    empty: always strategy. For chains (topk 1) only, as SGLang has it."""
     seed: int = 0
     """Seed of the engine's draws."""
     timeout_s: float = 600.0
