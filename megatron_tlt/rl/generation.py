@@ -6,7 +6,7 @@ the last response ends is waited for in a phase of its own.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_tlt.data.prompts import PromptCursor, PromptRecord, PromptSet, response_text
 from megatron_tlt.data.reward_workers import RewardScorer
@@ -30,6 +30,7 @@ from megatron_tlt.rl.schedule import (
     generate_from,
 )
 from megatron_tlt.rollout.engine import RolloutEngine
+from megatron_tlt.train.stop import StopRequests
 from megatron_tlt.types import Rollout, SamplingParams
 
 import torch
@@ -56,6 +57,8 @@ class Generator:
     """Learns from the responses; takes the time from the last own one to the last of all ranks."""
     trace: RolloutTrace
     """Keeps decode steps and requests for the timeline."""
+    stop: StopRequests = field(default_factory=StopRequests)
+    """A signal that it noted ends the rollout."""
 
     def run(
         self,
@@ -67,7 +70,8 @@ class Generator:
     ) -> list[Sample]:
         """`params.n` scored samples of each record, in the order of `records`, the same on every rank.
 
-        Raises VerifierError on every rank when too many rewards could not be computed.
+        Raises on every rank: VerifierError when too many rewards could not be computed, Interrupted when a
+        signal came, which ends the rollout at the next finished response.
         """
         prompts, seen = [], Counter()
         for record in records:
@@ -82,8 +86,9 @@ class Generator:
             self.trace.begin(step)
             feed = self.feeds(self.predictor.order(prompts))
             for rollout in generate_from(
-                self.engine, feed, params, step=step, slots=self.slots
-            ):
+                self.engine, feed, params, step=step, slots=self.slots,
+                stopped=lambda: self.stop.signalled(self.parallel.groups.tp),
+            ):  # fmt: skip
                 rollouts.append(rollout)
                 self.trace.observe(rollout)
                 self.drafting.collect()
@@ -92,6 +97,7 @@ class Generator:
                     tickets.append(self.scorer.submit(self._request(record, rollout, params)))
             self.trace.end()
             self.drafting.fill_tail()
+        self.stop.interrupt()
         with self.clock(phases[1]):
             results = self.scorer.collect(tickets)
             mine = [

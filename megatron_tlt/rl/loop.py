@@ -23,7 +23,7 @@ from megatron_tlt.train.checkpoint import (
     save_checkpoint,
 )
 from megatron_tlt.train.optimizer import gathered_parameters
-from megatron_tlt.train.stop import StopRequests
+from megatron_tlt.train.stop import Interrupted, StopRequests
 
 import torch.distributed as dist
 
@@ -33,48 +33,70 @@ Metrics = dict[str, float]
 def train(run: RlRun, *, stop: StopRequests | None = None) -> TrainState:
     """Train from `run.state` to the last step, or until `stop` has a reason; returns the final state.
 
-    Every rank calls it. Raises VerifierError, MismatchError, NonFiniteUpdateError or MemoryBudgetError on
+    A signal ends a rollout where it stands: the step is not counted and comes again. Every rank calls it. Raises VerifierError, MismatchError, NonFiniteUpdateError or MemoryBudgetError on
     every rank.
     """
-    state, training = run.state, run.config.training
     stop = stop or StopRequests()
-    stop.limit(training.exit_duration_in_mins)
-    logger = RlLogger(run.config, run.parallel, state)
+    stop.limit(run.config.training.exit_duration_in_mins)
+    for collects in filter(None, (run.collector, run.evaluator)):
+        collects.generator.stop = stop
+    logger = RlLogger(run.config, run.parallel, run.state)
     try:
-        publish(run)
-        if state.iteration == 0 and run.config.evaluation.before_training:
-            logger.evaluation(evaluate(run))
-        while state.iteration < training.train_iters:
-            began = time.perf_counter()
-            run.clock.timeline.begin_step(state.iteration + 1)
-            collected = generate(run)
-            metrics = rollout_metrics(collected)
-            trains = not run.config.debug_rollout_only
-            if trains:
-                metrics |= update(run, collected.samples)
-            advance(run, collected.samples)
-            if trains:
-                metrics |= publish(run)
-            if metrics.get("draft/alarm"):
-                length = metrics["draft/accept_length_trained"]
-                logger.say(f" warning: the drafter's guesses bring {length:.2f} tokens a verification only")
-            logger.step(metrics | timing(run, collected.samples, time.perf_counter() - began))
-            last = state.iteration == training.train_iters
-            if last or _is_multiple(state.iteration, run.config.evaluation.interval):
-                logger.evaluation(evaluate(run))
-            run.clock.timeline.flush()
-            run.saver.poll()
-            leave = stop.poll() is not None
-            if last or leave or _is_multiple(state.iteration, run.config.checkpoint.save_interval):
+        try:
+            _steps(run, stop, logger)
+        except Interrupted:
+            run.saver.finish()
+            if not _is_saved(run):
                 save(run, logger)
-            if leave:
-                break
         run.saver.finish()
     finally:
         run.clock.timeline.flush()
         logger.close()
         run.close()
-    return state
+    return run.state
+
+
+def _steps(run: RlRun, stop: StopRequests, logger: RlLogger) -> None:
+    """Raises Interrupted, with the run as it was after its last step, for a signal while it generates."""
+    state, training = run.state, run.config.training
+    publish(run)
+    if state.iteration == 0 and run.config.evaluation.before_training:
+        logger.evaluation(evaluate(run))
+    while state.iteration < training.train_iters:
+        logger.step(_step(run, logger))
+        last = state.iteration == training.train_iters
+        if last or _is_multiple(state.iteration, run.config.evaluation.interval):
+            logger.evaluation(evaluate(run))
+        run.clock.timeline.flush()
+        run.saver.poll()
+        leave = stop.poll() is not None
+        if last or leave or _is_multiple(state.iteration, run.config.checkpoint.save_interval):
+            save(run, logger)
+        if leave:
+            return
+
+
+def _step(run: RlRun, logger: RlLogger) -> Metrics:
+    began = time.perf_counter()
+    run.clock.timeline.begin_step(run.state.iteration + 1)
+    collected = generate(run)
+    metrics = rollout_metrics(collected)
+    trains = not run.config.debug_rollout_only
+    if trains:
+        metrics |= update(run, collected.samples)
+    advance(run, collected.samples)
+    if trains:
+        metrics |= publish(run)
+    if metrics.get("draft/alarm"):
+        length = metrics["draft/accept_length_trained"]
+        logger.say(f" warning: the drafter's guesses bring {length:.2f} tokens a verification only")
+    return metrics | timing(run, collected.samples, time.perf_counter() - began)
+
+
+def _is_saved(run: RlRun) -> bool:
+    """Whether this very step is in the folder of the checkpoints."""
+    root = run.config.checkpoint.save
+    return root is not None and (iteration_folder(Path(root), run.state.iteration) / STATE_FILE).is_file()
 
 
 def generate(run: RlRun) -> Collection:
@@ -84,7 +106,12 @@ def generate(run: RlRun) -> Collection:
         with run.clock("reward"):
             samples = read_dump(run.config.load_debug_rollout_data, step)
         return Collection(samples=samples, drops={}, num_rounds=0)
-    collected = run.collector.collect(step=step)
+    cursor = run.cursor.state_dict()
+    try:
+        collected = run.collector.collect(step=step)
+    except Interrupted:  # these prompts come again
+        run.cursor.load_state_dict(cursor)
+        raise
     folder = run.config.save_debug_rollout_data
     if folder is not None and run.parallel.rank == 0:
         write_dump(folder, step, collected.samples)

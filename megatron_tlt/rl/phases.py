@@ -20,7 +20,7 @@ _AFTER: dict[Phase | None, set[Phase]] = {
     None: {"publish", "generate", "reward"},
     "publish": {"evaluate", "generate", "save", "reward"},
     "evaluate": {"generate", "save", "evaluate", "reward"},
-    "generate": {"reward"},
+    "generate": {"reward", "save"},  # save: a signal ended the rollout
     "reward": {"log_probs", "generate", "reward", "evaluate"},
     "log_probs": {"update"},
     "update": {"publish", "save", "reward"},
@@ -76,7 +76,7 @@ class PhaseClock:
             raise MemoryBudgetError(
                 f"phase {phase} used {self.peaks[phase] / 2**30:.2f} GiB, the budget is "
                 f"{self._budget / 2**30:.2f} GiB: lower rollout.kv_cache_gib or "
-                "batch.max_tokens_per_gpu, or raise the budget"
+                "training.max_tokens_per_gpu, or raise the budget"
             )
 
     def take(self) -> tuple[dict[Phase, float], dict[Phase, float]]:

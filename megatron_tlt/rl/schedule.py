@@ -5,7 +5,7 @@ exactly once; what an engine makes of a prompt does not depend on who takes it.
 """
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -147,8 +147,12 @@ def generate_from(
     *,
     step: int,
     slots: int,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Rollout]:
-    """Responses as they finish. Another prompt is taken whenever fewer than `slots` are under way."""
+    """Responses as they finish. Another prompt is taken whenever fewer than `slots` are under way.
+
+    Once `stopped` says so after a response, what is under way is aborted and nothing more comes.
+    """
     under_way, more = 0, True
 
     def fill() -> None:
@@ -167,6 +171,9 @@ def generate_from(
             under_way -= 1
             fill()
             yield rollout
+            if stopped():
+                engine.abort()
+                return
         assert under_way < before, "the engine stopped with responses under way"
 
 

@@ -18,6 +18,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _TIME_IS_UP = 1  # below every signal's number, so that a signal is the reason given when both came
 
 
+class Interrupted(Exception):
+    """A signal came in the middle of work that is cheaper to repeat than to end; raised on every rank."""
+
+
 class StopRequests:
     """What asks this run to end: SIGTERM or SIGUSR1 at any rank, or `exit_duration_in_mins`.
 
@@ -56,6 +60,25 @@ class StopRequests:
             dist.all_reduce(code, op=dist.ReduceOp.MAX)
             self.reason = _text(int(code))
         return self.reason
+
+    def signalled(self, group: dist.ProcessGroup) -> bool:
+        """Whether a signal came to any rank of the group; a collective over it, free for a single rank."""
+        if group.size() == 1:
+            return self._received > 0
+        code = torch.tensor([self._received], device=device.device())
+        dist.all_reduce(code, op=dist.ReduceOp.MAX, group=group)
+        return int(code) > 0
+
+    def interrupt(self) -> None:
+        """Raises Interrupted on every rank if a signal came to any. A collective of one number.
+
+        For phases that take long and leave no trace, such as a rollout: a time limit does not end them.
+        """
+        code = torch.tensor([self._received], device=device.device())
+        dist.all_reduce(code, op=dist.ReduceOp.MAX)
+        if int(code):
+            self.reason = _text(int(code))
+            raise Interrupted(self.reason)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = max(self._received, number)

@@ -137,12 +137,12 @@ def run_until_killed(root: Path, layout: dict, sections: dict, *, phase: str, it
     raise AssertionError(f"phase {phase} never began")
 
 
-def run_until_signalled(root: Path, sections: dict, *, iteration: int) -> int:
-    """SIGTERM comes while the step after `iteration` generates; the iteration at which the run ended."""
+def run_until_signalled(root: Path, sections: dict, *, iteration: int, phase: str) -> int:
+    """SIGTERM comes in `phase` of the step after `iteration`; the iteration at which the run ended."""
     run, stop = start(root, ONE, **sections), StopRequests()
 
     def ask(begins: str) -> None:
-        if begins == "generate" and run.state.iteration == iteration:
+        if begins == phase and run.state.iteration == iteration:
             os.kill(os.getpid(), signal.SIGTERM)
 
     run.clock.watch = ask

@@ -237,14 +237,17 @@ def test_after_the_prompts_are_read_no_text_becomes_tokens(tmp_path):
     train_without_encoder(tmp_path / "run")
 
 
-def test_asked_to_end_a_run_saves_after_its_step_and_continues(uninterrupted, tmp_path):
+@pytest.mark.parametrize("phase,ended", [("generate", 1), ("update", 2)])
+def test_asked_to_end_a_run_drops_its_rollout_or_ends_its_step_and_continues(
+    uninterrupted, tmp_path, phase, ended
+):
     whole, _ = uninterrupted
     root = tmp_path / "stopped"
     sections = resumable(root)
     sections["CheckpointConfig"] = sections["CheckpointConfig"] | {"save_interval": 4}
-    assert run_until_signalled(root, sections, iteration=1) == 2
+    assert run_until_signalled(root, sections, iteration=1, phase=phase) == ended
     result = run_loop(root, ONE, resumable(root))
-    assert result["iteration"] == 4
+    assert result["iteration"] == 4 and result["cursor"] == whole["cursor"]
     assert largest_weight_difference(whole["weights"], result["weights"]) == 0.0
 
 
