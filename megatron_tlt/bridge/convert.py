@@ -24,6 +24,7 @@ from megatron_tlt.train.checkpoint import TrainState, save_checkpoint
 import torch
 import torch.distributed as dist
 import yaml
+from tqdm import tqdm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +137,7 @@ def megatron_to_hf(
     writer = None
     if parallel.rank == 0:
         writer = SafetensorsWriter(save, max_shard_bytes=max_shard_bytes)
-        writer.write(pairs)
+        writer.write(tqdm(pairs, desc="exporting", unit="tensor", delay=2.0))
         writer.finish(config, files)
     for _ in pairs:
         raise AssertionError("only rank 0 receives tensors")

@@ -21,6 +21,7 @@ from megatron_tlt.parallel import Parallel
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 
 @dataclass(kw_only=True, slots=True)
@@ -190,7 +191,8 @@ def _score_windows(
     order = sorted(range(len(windows)), key=lambda i: (-len(windows[i].ids), i))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     total = torch.zeros((), dtype=torch.float64)
-    for batch in batches[parallel.dp_rank :: parallel.dp_size]:
+    mine = batches[parallel.dp_rank :: parallel.dp_size]
+    for batch in tqdm(mine, desc="scoring", unit="batch", delay=2.0, disable=parallel.rank != 0):
         total += _nats_of_batch(loaded, parallel, [windows[i] for i in batch])
     total = total.to(device.device())
     dist.all_reduce(total, group=parallel.groups.dp)

@@ -27,6 +27,7 @@ from megatron_tlt.parallel import Parallel
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 Receivers = Literal["all", "first"]
 
@@ -191,7 +192,9 @@ def import_hf(
     check_names(plan, weights, architecture=architecture)
     geometry = geometry_of(chunks[0])
     for chunk in chunks:
-        for name, param in global_parameters(chunk):
+        tensors = list(global_parameters(chunk))
+        quiet = parallel.rank != 0
+        for name, param in tqdm(tensors, desc="reading", unit="tensor", delay=2.0, disable=quiet):
             part = read_part(
                 place_of(architecture, name),
                 weights,
