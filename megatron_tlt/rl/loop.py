@@ -33,8 +33,8 @@ Metrics = dict[str, float]
 def train(run: RlRun, *, stop: StopRequests | None = None) -> TrainState:
     """Train from `run.state` to the last step, or until `stop` has a reason; returns the final state.
 
-    A signal ends a rollout where it stands: the step is not counted and comes again. Every rank calls it. Raises VerifierError, MismatchError, NonFiniteUpdateError or MemoryBudgetError on
-    every rank.
+    A signal ends a rollout where it stands: the step is not counted and comes again. Every rank calls it.
+    Raises VerifierError, MismatchError, NonFiniteUpdateError or MemoryBudgetError on every rank.
     """
     stop = stop or StopRequests()
     stop.limit(run.config.training.exit_duration_in_mins)
