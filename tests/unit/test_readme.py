@@ -53,6 +53,13 @@ def test_every_published_result_is_shown_or_made_by_a_known_benchmark():
     assert set(BENCHMARKS) <= shown
 
 
+def test_one_command_runs_every_benchmark():
+    files = [path for path in RESULTS.parent.glob("*.py") if " write_result(" in path.read_text()]
+    modules = {f"tools.bench.{path.stem}" for path in files} - {"tools.bench.common"}
+    assert modules - {"tools.bench.est_curve"} <= {b.module for b in BENCHMARKS.values()}
+    assert BENCHMARKS["est_curve"].full[0] == "curve"  # it runs as a part of tools.bench.est
+
+
 def test_rows_appear_with_their_figures_and_not_without():
     full = section({"rl": result({"cores": 2, "vs_trl": 3.5, "max_logprob_diff": 1e-6},
                                  [_rl_row("ours", 1.0)])})  # fmt: skip

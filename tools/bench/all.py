@@ -56,6 +56,7 @@ BENCHMARKS = {
     "rl": Benchmark(module="tools.bench.rl"),
     "tlt": Benchmark(module="tools.bench.tlt"),
     "cluster_replay": Benchmark(module="tools.bench.cluster_replay"),
+    "sglang": Benchmark(module="tools.bench.sglang"),
     "bridge": Benchmark(module="tools.bench.bridge", full=("--bytes", "1500", "--one-billion")),
     "report": Benchmark(module="tools.bench.report"),
 }  # fmt: skip
