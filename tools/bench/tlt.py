@@ -135,6 +135,8 @@ def _run(command: list[str]) -> None:
 
 def _split(record: dict) -> dict:
     row = {name: record[key] for name, key in _PHASES.items()}
+    # Until the last response of all ranks is there: without a drafter a rank waits for it among the rewards.
+    row["rollout_s"] += row["reward_s"]
     row |= {key: record[key] for key in _OTHERS if key in record}
     positions = {k: v for k, v in record.items() if k.startswith("draft/accept_position_")}
     return {"step": record["iteration"]} | row | positions
