@@ -149,7 +149,8 @@ def build_run(config: RlConfig, parallel: Parallel) -> RlRun:
         config=config, parallel=parallel, tokenizer=tokenizer, policy=policy,
         trainer=_build_trainer(config, parallel, policy), clock=clock, cursor=cursor,
         predictor=LengthPredictor(), tuner=tuner, engine=None, publisher=None, collector=None,
-        evaluator=None, drafting=NoDrafting(), saver=_build_saver(config, parallel), state=_fresh_state(config, source, tokenizer, policy),
+        evaluator=None, drafting=NoDrafting(), saver=_build_saver(config, parallel),
+        state=_fresh_state(config, source, tokenizer, policy),
     )  # fmt: skip
     if source.resumes:
         _restore(run, source)
