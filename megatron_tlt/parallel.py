@@ -13,10 +13,13 @@ from megatron_tlt import device, mcore  # noqa: F401  (mcore before megatron.cor
 from megatron_tlt.rendezvous import join_store
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace_json
 from torch.distributed import distributed_c10d
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+_TRACED_COLLECTIVES = "2000"  # the newest ones, in PyTorch's flight recorder (NCCL and gloo)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -171,6 +174,7 @@ def init_parallel(
     config.data_parallel_size(world_size_from_env())
     device.set_local_device(local_rank)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _TRACED_COLLECTIVES)
     if not dist.is_initialized():
         if "RANK" in os.environ:
             store, rank, size = join_store(seconds=join_seconds or timeout.total_seconds())
@@ -245,6 +249,11 @@ def _shared_groups() -> Iterator[None]:
 def world_store() -> dist.Store:
     """The key-value store through which the ranks found one another; it lives as long as the world."""
     return distributed_c10d._get_default_store()
+
+
+def collective_trace() -> bytes:
+    """The newest collectives of this rank as PyTorch's flight recorder has them, in JSON."""
+    return _dump_fr_trace_json()
 
 
 def release_model_parallel() -> None:

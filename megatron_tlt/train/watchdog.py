@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_tlt.parallel import collective_trace
 from megatron_tlt.train.watch_board import Board, Place, Verdict, late_ranks, late_text
 
 import torch.distributed as dist
@@ -249,3 +250,4 @@ class Watchdog:
         self._stacks.mkdir(parents=True, exist_ok=True)
         with open(self._stacks / f"rank_{self._rank}.txt", "w", encoding="utf-8") as stream:
             faulthandler.dump_traceback(file=stream, all_threads=True)
+        (self._stacks / f"rank_{self._rank}_collectives.json").write_bytes(collective_trace())

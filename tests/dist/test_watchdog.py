@@ -1,5 +1,6 @@
 """What ends a run: a late, stopped or failing rank is named, all ranks end in time, their stacks are kept."""
 
+import json
 import os
 import signal
 import time
@@ -78,6 +79,9 @@ def test_the_late_rank_its_phase_and_all_stacks_are_reported_and_all_ranks_end(t
     assert "slow_data_on_rank_1" not in text  # stacks go to files
     assert "in stuck" in (tmp_path / "stacks" / "rank_1.txt").read_text()
     assert "train_step" in (tmp_path / "stacks" / "rank_0.txt").read_text()
+    traces = [tmp_path / "stacks" / f"rank_{rank}_collectives.json" for rank in (0, 1)]
+    waiting, late = (len(json.loads(trace.read_text())["entries"]) for trace in traces)
+    assert waiting > late > 0  # rank 0 is in a collective that rank 1 has not come to
 
 
 def test_a_stopped_process_is_named_before_the_step_limit(tmp_path):
