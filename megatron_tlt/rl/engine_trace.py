@@ -8,7 +8,8 @@ One file a rank, in the form of `rl/timeline.py` with further keys:
 
 The engine's step records have durations, no times of day. A response is handed out right after the step that
 finished it, so the newest record ends at that moment and the others lie before it, back to back. A request
-began as many decode steps ago as gave it tokens (one that was preempted appears shorter by its pause).
+began as many decode steps ago as gave it tokens (one that was preempted appears shorter by its pause). An
+engine that does not tell its steps, such as SGLang, leaves nothing.
 """
 
 import json
@@ -76,8 +77,10 @@ class EngineTrace:
             return
         now = self._clock()
         self._place_steps(now)
-        decoded = max(len(rollout.step_tokens) - 1, 0)  # the first token is the prefill's
-        started = self._starts[-min(decoded, len(self._starts))] if decoded and self._starts else now
+        decoded = len(rollout.step_tokens) - 1  # the first token is the prefill's
+        if decoded < 0 or (decoded and not self._starts):
+            return
+        started = self._starts[-min(decoded, len(self._starts))] if decoded else now
         name = f"prompt {rollout.prompt_id} sample {rollout.sample_index}"
         self._add(started, now, request=name, tokens=len(rollout.tokens))
 

@@ -58,6 +58,16 @@ def test_steps_and_requests_are_where_they_happened(tmp_path):
     assert {e.rank for e in events} == {3} and {e.step for e in events} == {2}
 
 
+def test_an_engine_that_tells_no_steps_leaves_nothing(tmp_path):
+    path = engine_trace_path(tmp_path, 0)
+    trace = EngineTrace(FakeEngine(), rank=0, path=path, interval=1)
+    trace.begin(1)
+    trace.observe(response())
+    trace.observe(response(1, 1, 1))
+    trace.end()
+    assert path.read_text() == ""
+
+
 def test_only_every_nth_step_is_watched(tmp_path):
     path = engine_trace_path(tmp_path, 0)
     for interval, watched in ((0, []), (2, [2, 4])):
