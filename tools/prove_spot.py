@@ -43,7 +43,8 @@ TARGET = dict(
 )  # fmt: skip
 _ARMS = [OFF, Strategy(drafter="eagle", num_steps=3, num_draft_tokens=4)]
 _MOMENTS = ("generating", "finished", "training", "publishing")
-_SECONDS_FOR_A_DEATH = 3.0
+# Longest wait for the others: nobody dies, or somebody does.
+_PATIENCE_S, _PATIENCE_AT_DEATH_S = 60.0, 8.0
 
 
 def fill_randomly(engine: NativeEngine) -> None:
@@ -82,7 +83,8 @@ class Tails:
         fill_randomly(self.engine)
         machine = SpotMachine(
             store=world_store(), key=f"spot/{name_of_run()}", world_size=parallel.world_size,
-            threshold=rng.randint(1, max(1, parallel.world_size - 1)), timeout_s=_SECONDS_FOR_A_DEATH,
+            threshold=rng.randint(1, max(1, parallel.world_size - 1)),
+            timeout_s=_PATIENCE_S if kill is None else _PATIENCE_AT_DEATH_S,
         )  # fmt: skip
         self.drafting = SpotDrafting(
             config, drafter, self.engine, machine=machine, timeline=Timeline(rank=parallel.rank),
