@@ -151,6 +151,8 @@ class DraftingConfig:
     """Rows of one update: what a rollout may have to wait for."""
     min_updates: int = 0
     """Updates that each rank makes in a step even without idle time; they are on the critical path."""
+    max_passes: float = 4.0
+    """Passes over the lessons in one step, at most: more would learn them by heart."""
     buffer_rows: int = 32768
     """States of responses that a rank keeps to train on."""
     kept_share: float = 0.5
@@ -159,10 +161,11 @@ class DraftingConfig:
     """A kept response weighs 1 plus this times its reward, where that is above 0."""
 
     def __post_init__(self) -> None:
-        if self.idle_ranks < 1 or self.min_updates < 0 or self.reward_weight < 0:
+        if min(self.min_updates, self.reward_weight) < 0 or self.idle_ranks < 1 or self.max_passes <= 0:
             raise ValueError(
                 f"drafter.idle_ranks={self.idle_ranks}, min_updates={self.min_updates}, reward_weight="
-                f"{self.reward_weight}: need idle_ranks >= 1, min_updates >= 0, reward_weight >= 0"
+                f"{self.reward_weight}, max_passes={self.max_passes}: need idle_ranks >= 1, min_updates >= 0, "
+                "reward_weight >= 0, max_passes > 0"
             )
         if not 2 <= self.micro_rows <= self.buffer_rows or not 0 <= self.kept_share <= 1:
             raise ValueError(
@@ -225,10 +228,16 @@ class RlConfig:
             raise ValueError("debug_rollout_only needs save_debug_rollout_data")
         if self.evaluation.sets and self.debug_train_only:
             raise ValueError("debug_train_only has no engine to evaluate with: leave evaluation.sets out")
-        if self.rollout.engine == "sglang" and self.speculation != "off":
+        if self.rollout.engine == "sglang" and self.speculation == "ngram":
             raise ValueError(
-                f"speculation={self.speculation} with rollout.engine=sglang: the bandit and the drafter's "
-                "training need the embedded engine; set speculation=off, or rollout.engine=native"
+                "speculation=ngram with rollout.engine=sglang: SGLang 0.5.21 has one algorithm from start "
+                "to end, and its n-grams cannot be switched off; set off, frozen or tlt, or "
+                "rollout.engine=native"
+            )
+        if self.rollout.engine == "sglang" and self.drafts and self.drafter.layout == "eagle3":
+            raise ValueError(
+                "drafter.layout=eagle3 with rollout.engine=sglang: SGLang 0.5.21 hands out the inner states "
+                "without the final ones, which the drafter learns from; use layout eagle"
             )
         if self.speculation == "frozen" and self.drafter.path is None:
             raise ValueError(

@@ -29,12 +29,14 @@ from megatron_tlt.rl.draft_report import (
 )
 from megatron_tlt.rl.timeline import Timeline
 from megatron_tlt.rollout.native.engine import NativeEngine
+from megatron_tlt.rollout.sglang.engine import SglangEngine
 from megatron_tlt.rollout.tuner import BanditTuner
 
 import torch
 import torch.distributed as dist
 
 Metrics = dict[str, float]
+DraftingEngine = NativeEngine | SglangEngine
 # Between two looks at the counter while there is nothing to do; a store serves some 10,000 looks a second.
 _POLL_S, _POLL_S_PER_RANK = 1e-3, 1e-4
 # The trained drafter's arms are tried anew when what it brings on its lessons has changed by this much.
@@ -109,11 +111,11 @@ class SpotDrafting:
     """
 
     def __init__(
-        self, config: DraftingConfig, drafter: Drafter, engine: NativeEngine, *, machine: SpotMachine,
+        self, config: DraftingConfig, drafter: Drafter, engine: DraftingEngine, *, machine: SpotMachine,
         timeline: Timeline, trains: bool, rank: int, seed: int,
     ) -> None:  # fmt: skip
         self.config, self.engine, self.machine, self.timeline = config, engine, machine, timeline
-        self.drafter = drafter.to(engine.model.device)
+        self.drafter = drafter.to(engine.tables()[0].device)
         self._fresh = config.path is None and config.layout == "eagle3"
         self.drafter.share(*engine.tables())
         self.trainer = DrafterTrainer(self.drafter, config.trainer)
@@ -155,7 +157,7 @@ class SpotDrafting:
                     began = time.perf_counter()
                     if state == SpotState.TRAINING:
                         self._train(event)
-                    state = self.machine.poll(has_lessons=bool(self._why) and self.buffer.num_rows > 1)
+                    state = self.machine.poll(has_lessons=self._has_lessons())
                     if entered == SpotState.TRAINING:
                         update_s = time.perf_counter() - began
                     elif state == SpotState.IDLE:
@@ -164,6 +166,10 @@ class SpotDrafting:
             Tail(finished_at=finished, noticed_at=time.time(), update_s=update_s)
         )
         self._make_up()
+
+    def _has_lessons(self) -> bool:
+        rows = self.buffer.num_rows
+        return bool(self._why) and rows > 1 and self._report.tokens < self.config.max_passes * rows
 
     def _make_up(self) -> None:
         """The updates of `min_updates` that the tail had no time for."""
@@ -177,7 +183,7 @@ class SpotDrafting:
     def _train(self, event: dict) -> None:
         """One bounded update on lessons of this rank."""
         report, samples = self._report, self.buffer.draw(self.config.micro_rows)
-        metrics = self.trainer.step(pack(samples).to(self.engine.model.device))
+        metrics = self.trainer.step(pack(samples).to(self.drafter.fc.weight.device))
         rows = sum(len(sample.hidden) for sample in samples)
         if not report.updates:
             report.first_loss = metrics["loss"]
@@ -223,7 +229,7 @@ class SpotDrafting:
     def _share(self) -> None:
         """The target's tables are the engine's own, new or old; only a head that TP cuts has to be copied."""
         embedding, head = self.engine.tables()
-        if self.engine.model.tp.size > 1:
+        if self.engine.cuts_head:
             self.drafter.share(embedding, head)
         for ours, theirs in ((self.drafter.embedding, embedding), (self.drafter.head, head)):
             assert ours.data_ptr() == theirs.data_ptr(), "the drafter has tables of its own"

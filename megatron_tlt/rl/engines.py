@@ -13,8 +13,12 @@ from megatron_tlt.rollout.native.model import TensorParallel
 from megatron_tlt.rollout.sglang.config import SglangConfig
 from megatron_tlt.rollout.sglang.engine import SglangEngine
 from megatron_tlt.rollout.tuner import StrategyPolicy
+from megatron_tlt.types import OFF, Strategy
 
 _GIB = 2**30
+# What the bandit inside SGLang chooses from; it begins with the chain.
+_STEPS = (0, 1, 3, 6)
+_CHAIN = Strategy(drafter="eagle", num_steps=3, num_draft_tokens=4)
 
 
 def build_engine(
@@ -49,8 +53,11 @@ def build_engine(
             max_model_len=max_model_len, max_running_requests=rollout.max_running_requests,
             dtype=config.training.params_dtype, seed=config.training.seed + parallel.rank,
             bucket_bytes=rollout.sync_bucket_mib * 2**20, arguments=dict(rollout.sglang),
+            strategy=OFF if drafter is None else _CHAIN,
+            adaptive_steps=() if drafter is None else _STEPS,
         ),
         device="cuda" if device.is_cuda() else "cpu",
+        drafter=drafter,
     )  # fmt: skip
 
 

@@ -4,10 +4,9 @@ from megatron_tlt.draft.spot import SpotMachine
 from megatron_tlt.models.drafter import Drafter
 from megatron_tlt.parallel import Parallel, world_store
 from megatron_tlt.rl.config import RlConfig
-from megatron_tlt.rl.drafting import SpotDrafting
+from megatron_tlt.rl.drafting import DraftingEngine, SpotDrafting
 from megatron_tlt.rl.schedule import name_of_run
 from megatron_tlt.rl.timeline import Timeline
-from megatron_tlt.rollout.native.engine import NativeEngine
 from megatron_tlt.rollout.tuner import BanditTuner, FixedPolicy, StrategyPolicy
 from megatron_tlt.types import OFF, Strategy
 
@@ -28,7 +27,7 @@ def build_tuner(config: RlConfig) -> StrategyPolicy:
 
 
 def build_drafting(
-    config: RlConfig, drafter: Drafter, engine: NativeEngine, parallel: Parallel, timeline: Timeline
+    config: RlConfig, drafter: Drafter, engine: DraftingEngine, parallel: Parallel, timeline: Timeline
 ) -> SpotDrafting:
     """The drafter beside `engine`; collective over the world."""
     machine = SpotMachine(

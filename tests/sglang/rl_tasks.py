@@ -17,17 +17,21 @@ def train_and_compare(root: Path, dies_in: int | None) -> dict:
     sections = dict(
         RolloutConfig={"engine": "sglang", "check_weight_update": True},
         RlTrainingConfig={"train_iters": STEPS},
+        DraftingConfig={"min_updates": 1},
+        speculation="tlt",
         AlgorithmConfig={"max_logprob_diff": 1e-3},
     )
     run = start(Path(root), ONE, **sections)
     checksums: list[tuple[str, str]] = []
-    publish = run.publisher.publish
+    publish = run.drafting.publish
 
-    def publish_and_compare(engine, *, version: int) -> None:
-        publish(engine, version=version)
-        checksums.append((weights_checksum(weights_of(run).items()), engine.engine_checksum()))
+    def publish_and_compare() -> dict:
+        """The drafter's publication follows the policy's; the first one starts the engine."""
+        metrics = publish()
+        checksums.append((weights_checksum(weights_of(run).items()), run.engine.engine_checksum()))
+        return metrics
 
-    run.publisher.publish = publish_and_compare
+    run.drafting.publish = publish_and_compare
     if dies_in is not None and run.parallel.rank == 0:
         _kill_engine_in(run, dies_in)
     state = train(run)
@@ -35,6 +39,7 @@ def train_and_compare(root: Path, dies_in: int | None) -> dict:
         "checksums": checksums,
         "iteration": state.iteration,
         "restarts": run.engine.restarts,
+        "draft_version": run.drafting.version,
         "metrics": read_metrics(root),
     }
 

@@ -1,4 +1,4 @@
-"""Three RL steps on two ranks, each with a real SGLang engine; one of them dies in mid-rollout."""
+"""Three RL steps on two ranks with real SGLang engines and a drafter in training; one dies in mid-rollout."""
 
 from tests.dist.rl_tasks import write_prompts
 from tests.dist.workers import close_pools, run_distributed
@@ -20,5 +20,7 @@ def test_engines_hold_the_trainers_weights_after_each_step_and_a_lost_one_costs_
         assert len({ours for ours, _ in result["checksums"]}) == STEPS + 1
     assert results[0]["checksums"] == results[1]["checksums"]
     assert [r["restarts"] for r in results] == [1, 0]
-    assert len(results[0]["metrics"]) == STEPS
+    assert results[0]["draft_version"] == results[1]["draft_version"] == STEPS
+    metrics = results[0]["metrics"]
+    assert len(metrics) == STEPS and all(m["draft/num_updates"] >= 2 for m in metrics)
     record_property("rl_steps", STEPS)

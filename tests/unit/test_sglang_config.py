@@ -116,7 +116,13 @@ def test_what_is_missing_is_named(monkeypatch):
         process.check_installed("cpu")
 
 
-def test_drafting_needs_the_embedded_engine(tmp_path):
+def test_what_sglang_cannot_speculate_is_refused_before_the_run(tmp_path):
     assert RolloutConfig(rollout_batch_size=1).engine == "native"
-    with pytest.raises(ValueError, match="need the embedded engine"):
-        rl_config(tmp_path, RolloutConfig={"engine": "sglang"}, speculation="ngram")
+    sglang = {"engine": "sglang"}
+    assert rl_config(tmp_path, RolloutConfig=sglang, speculation="tlt").drafts
+    with pytest.raises(ValueError, match="cannot be switched off"):
+        rl_config(tmp_path, RolloutConfig=sglang, speculation="ngram")
+    with pytest.raises(ValueError, match="without the final ones"):
+        rl_config(
+            tmp_path, RolloutConfig=sglang, speculation="tlt", DraftingConfig={"layout": "eagle3"}
+        )

@@ -3,8 +3,8 @@
     source launch/sglang_environment.sh; "$PYTHON" -m tools.bench.sglang
 
 `accept_ratio_vs_native`: accept length of our exported drafters in SGLang over that in the embedded engine,
-the farthest from 1. `rl_steps`: RL steps with engines on two ranks, weights equal at both ends after each, one
-engine killed. `--toy` runs a unit test that needs no SGLang.
+the farthest from 1. `rl_steps`: RL steps with engines on two ranks, weights equal at both ends, one engine
+killed. `--toy` runs a unit test that needs no SGLang.
 """
 
 import argparse

@@ -204,6 +204,11 @@ class NativeEngine:
             head = tp.concat(head)
         return self.model.embedding, head[:, :vocab].t()
 
+    @property
+    def cuts_head(self) -> bool:
+        """Whether `tables` copies the head."""
+        return self.model.tp.size > 1
+
     def stats(self) -> EngineStats:
         self.recorder.preemptions = self.scheduler.preemptions
         return self.recorder.stats()

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from megatron_tlt.files import write_json
 from megatron_tlt.models.drafter import DrafterConfig
+from megatron_tlt.rollout.acceptance import Counts
 from megatron_tlt.rollout.engine import Weights
 from megatron_tlt.rollout.native.shape import shape_from_hf
 from megatron_tlt.rollout.sglang.answers import (
@@ -37,6 +38,7 @@ from megatron_tlt.rollout.sglang.config import (
 )
 from megatron_tlt.rollout.sglang.process import EngineDied, EngineProcess, check_installed
 from megatron_tlt.rollout.sglang.store import WeightStore
+from megatron_tlt.rollout.tuner import FixedPolicy, StrategyPolicy
 from megatron_tlt.types import EngineStats, FeatureSample, Prompt, Rollout, SamplingParams
 
 
@@ -90,6 +92,10 @@ class SglangEngine:
         self._features: list[FeatureSample] = []
         self._tokens = self._speculated = self._verify_ct = self._drafted = 0
         self._preemptions = self._aborted = 0
+        self._seen = (0, 0)
+        self.policy: StrategyPolicy = FixedPolicy(strategy=config.strategy)
+        """What this side knows of the strategy; where adaptive_steps are set, the bandit is inside SGLang."""
+        self.cuts_head = False
 
     def submit(self, prompts: Sequence[Prompt], params: SamplingParams, *, step: int = 0) -> None:
         if self.process is None:
@@ -173,6 +179,7 @@ class SglangEngine:
         self._tokens += len(rollout.tokens)
         self._speculated += rollout.num_accepted + rollout.verify_ct
         self._verify_ct += rollout.verify_ct
+        self._seen = (self._seen[0] + rollout.verify_ct, self._seen[1] + rollout.num_accepted)
         self._drafted += rollout.num_drafted
         self._preemptions += value["retractions"]
         if request.hidden is not None and request.hidden.exists():
@@ -239,6 +246,20 @@ class SglangEngine:
             self.process.call(op, **fields)
         except EngineDied as death:
             self._restart(death)
+
+    @property
+    def version(self) -> int:
+        """Of the newest target."""
+        return self.store.versions["target"]
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's embedding and head `[v, h]` on the host, for a drafter to share; updates fill them."""
+        return self.store.embedding, self.store.head
+
+    def take_acceptance(self) -> Counts:
+        """Drafts since the last call; SGLang counts by request, not by position."""
+        seen, self._seen = self._seen, (0, 0)
+        return {"eagle/all/0": seen} if seen[0] else {}
 
     def engine_checksum(self) -> str:
         """`weights_checksum` of what the engine itself holds of the target (for small models)."""

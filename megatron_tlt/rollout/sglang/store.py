@@ -8,7 +8,7 @@ import torch
 
 from megatron_tlt.files import delete_folder
 from megatron_tlt.models.drafter import DrafterConfig
-from megatron_tlt.models.hf_files import SafetensorsWriter
+from megatron_tlt.models.hf_files import SafetensorsFolder, SafetensorsWriter
 from megatron_tlt.rollout.checksum import Checksum
 from megatron_tlt.rollout.native.eagle import EagleModel
 from megatron_tlt.rollout.native.model import NativeModel
@@ -26,7 +26,7 @@ class WeightStore:
     def __init__(
         self, root: Path, hf_config: Mapping[str, Any], shape: ModelShape, drafter: DrafterConfig | None
     ) -> None:
-        self.root, self._serial = root, 0
+        self.root, self._serial, self._tied = root, 0, shape.tied
         meta = NativeModel(shape, dtype=torch.float32, device=torch.device("meta"))
         self._loaders: dict[str, WeightLoader] = {"target": WeightLoader(meta)}
         # Without an end token of the model's own, only the request's stop tokens end a response.
@@ -35,6 +35,8 @@ class WeightStore:
             self._loaders["draft"] = DraftLoader(EagleModel(drafter, meta))
             self._configs["draft"] = drafter.to_hf()
         self.folders: dict[str, Path] = {}
+        self.embedding, self.head = (torch.zeros(shape.vocab_size, shape.hidden_size) for _ in range(2))
+        """The target's tables, on the host: filled anew by every update."""
         self._shapes: dict[str, dict[str, list[int]]] = {}
         self.versions = {"target": 0, "draft": 0}
 
@@ -78,7 +80,16 @@ class WeightStore:
         self._shapes[which] = {name: list(tensor.shape) for name, tensor in seen}
         if old is not None:
             delete_folder(old)
+        if which == "target":
+            self._fill_tables(SafetensorsFolder(folder))
         return folder
+
+    def _fill_tables(self, weights: SafetensorsFolder) -> None:
+        gpt2 = [name for name in weights if name.endswith("wte.weight")]
+        embedding = gpt2[0] if gpt2 else "model.embed_tokens.weight"
+        head = embedding if self._tied else "lm_head.weight"
+        self.embedding.copy_(weights[embedding][...])
+        self.head.copy_(weights[head][...])
 
 
 def _watched(
