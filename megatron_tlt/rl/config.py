@@ -164,8 +164,8 @@ class DraftingConfig:
         if min(self.min_updates, self.reward_weight) < 0 or self.idle_ranks < 1 or self.max_passes <= 0:
             raise ValueError(
                 f"drafter.idle_ranks={self.idle_ranks}, min_updates={self.min_updates}, reward_weight="
-                f"{self.reward_weight}, max_passes={self.max_passes}: need idle_ranks >= 1, min_updates >= 0, "
-                "reward_weight >= 0, max_passes > 0"
+                f"{self.reward_weight}, max_passes={self.max_passes}: need idle_ranks >= 1, min_updates "
+                ">= 0, reward_weight >= 0, max_passes > 0"
             )
         if not 2 <= self.micro_rows <= self.buffer_rows or not 0 <= self.kept_share <= 1:
             raise ValueError(
