@@ -31,7 +31,12 @@ def run_suite(paths: list[str]) -> list[dict]:
         )  # fmt: skip
         if not report.exists():
             raise SystemExit("pytest did not start: source launch/sglang_environment.sh first")
-        return [_row(case) for case in xml.parse(report).iter("testcase")]
+        return read_report(report)
+
+
+def read_report(path: Path) -> list[dict]:
+    """The rows of a pytest `--junitxml` file."""
+    return [_row(case) for case in xml.parse(path).iter("testcase")]
 
 
 def _row(case: xml.Element) -> dict:
@@ -65,8 +70,13 @@ def main() -> None:
     )
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
+    parser.add_argument("--reports", type=Path, nargs="+",
+                        help="sum up these pytest --junitxml files of the suite, run nothing")  # fmt: skip
     args = parser.parse_args()
-    rows = run_suite(TOY if args.toy else SUITE)
+    if args.reports:
+        rows = [row for path in args.reports for row in read_report(path)]
+    else:
+        rows = run_suite(TOY if args.toy else SUITE)
     summary = summarize(rows)
     path = write_result(
         "sglang", command_line("tools.bench.sglang"), rows, summary, folder=args.output

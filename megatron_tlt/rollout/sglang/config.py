@@ -61,6 +61,14 @@ class SglangConfig:
                 f"SGLang has no drafter {self.strategy.drafter!r}: choose off, eagle or ngram"
             )
 
+    @property
+    def room(self) -> int:
+        """Tokens that SGLang keeps free for drafts at the end of the context; 0 without speculation."""
+        if self.strategy.drafter == "off":
+            return 0
+        s = self.strategy
+        return max(s.num_draft_tokens, s.num_steps * s.topk, *(n + 1 for n in self.adaptive_steps)) + 1
+
 
 # Without AMX, SGLang's own CPU backend is torch_native, which cannot draft; the kernels of the other one are
 # asked for where speculation runs.
@@ -87,14 +95,14 @@ def engine_arguments(
     arguments: dict[str, Any] = {
         "model_path": str(target), "skip_tokenizer_init": True, "skip_server_warmup": True,
         "dtype": str(config.dtype).removeprefix("torch."), "tp_size": config.tp_size,
-        "context_length": config.max_model_len, "max_running_requests": config.max_running_requests,
+        "context_length": config.max_model_len + config.room,
+        "max_running_requests": config.max_running_requests,
         "random_seed": config.seed, "enable_return_hidden_states": True, "log_level": "error",
     }  # fmt: skip
     strategy = config.strategy
-    room = max(strategy.num_draft_tokens, strategy.num_steps * strategy.topk) + 1
     rows = config.max_total_tokens
     if rows is None and device == "cpu":
-        rows = config.max_running_requests * (config.max_model_len + 2 * room)
+        rows = config.max_running_requests * (config.max_model_len + 2 * config.room + 1)
     if rows is not None:
         arguments["max_total_tokens"] = rows
     if device == "cpu":

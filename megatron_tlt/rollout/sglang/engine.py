@@ -68,10 +68,10 @@ class SglangEngine:
     ) -> None:  # fmt: skip
         check_installed(device)
         shape = shape_from_hf(hf_config)
-        if config.max_model_len > shape.max_position_embeddings:
+        if config.max_model_len + config.room > shape.max_position_embeddings:
             raise ValueError(
-                f"max_model_len={config.max_model_len} exceeds the model's "
-                f"max_position_embeddings={shape.max_position_embeddings}: lower it"
+                f"max_model_len={config.max_model_len} and {config.room} tokens for drafts exceed the "
+                f"model's max_position_embeddings={shape.max_position_embeddings}: lower it"
             )
         if not hf_config.get("architectures"):
             raise ValueError("the target's config names no architectures: SGLang chooses its model by them")
