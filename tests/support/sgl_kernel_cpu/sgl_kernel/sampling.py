@@ -59,7 +59,7 @@ def top_k_renorm_prob(probs: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 def top_p_renorm_prob(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Rows `[r, v]` cut to the smallest set of largest values that reaches `top_p[r]`, summing to 1."""
-    values, order = probs.sort(-1, descending=True, stable=True)
+    values, order = probs.sort(dim=-1, descending=True, stable=True)
     before = values.cumsum(-1) - values
     values = values.masked_fill(before >= top_p[:, None], 0.0)
     kept = torch.zeros_like(probs).scatter_(-1, order, values)
