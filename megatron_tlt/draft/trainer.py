@@ -28,7 +28,7 @@ from megatron_tlt.ops.draft_losses import (
 class DrafterTrainerConfig:
     """Settings of `DrafterTrainer`."""
 
-    lr: float = 3e-4
+    lr: float = 1e-4
     """Learning rate after warm-up; 1e-3 for a drafter that starts from nothing."""
     lr_warmup_iters: int = 20
     """Steps over which the rate rises from 0."""
