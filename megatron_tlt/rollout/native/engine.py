@@ -198,11 +198,8 @@ class NativeEngine:
         Both are the engine's own storage, which weight updates fill anew; only where tensor parallelism cuts
         the head it is a copy, gathered now (collective over the TP group).
         """
-        vocab, tp = self.model.shape.vocab_size, self.model.tp
-        head = self.model.head.weight
-        if tp.size > 1:
-            head = tp.concat(head)
-        return self.model.embedding, head[:, :vocab].t()
+        head = self.model.tp.concat(self.model.head.weight)
+        return self.model.embedding, head[:, : self.model.shape.vocab_size].t()
 
     @property
     def cuts_head(self) -> bool:
