@@ -32,7 +32,8 @@ def test_the_devices_differ_in_a_dictionary_only(eagle3):
     assert (cpu["speculative_num_steps"], cpu["speculative_eagle_topk"]) == (3, 1)
     assert cpu["dtype"] == "bfloat16" and cpu["max_total_tokens"] == 999
     assert {k: v for k, v in cpu.items() if k in cuda} == cuda
-    assert all("backend" in k or k in ("device", "disable_cuda_graph") for k in cpu.keys() - cuda.keys())
+    only = {"device", "disable_cuda_graph", "sleep_on_idle"}
+    assert all("backend" in k or k in only for k in cpu.keys() - cuda.keys())
 
 
 def test_given_arguments_win():

@@ -75,6 +75,7 @@ class SglangConfig:
 _CPU = {
     "device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
+    "sleep_on_idle": True,  # the trainer has the same cores
 }  # fmt: skip
 _CPU_SPECULATION = {"prefill_attention_backend": "intel_amx", "decode_attention_backend": "intel_amx"}
 PLUGIN_VARIABLE = "MEGATRON_TLT_SGLANG"
