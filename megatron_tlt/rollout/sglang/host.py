@@ -51,7 +51,7 @@ class Host:
         while True:
             try:
                 message = json.loads(self.pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # reset: it went with answers still unread
                 self.loop.call_soon_threadsafe(self.loop.stop)
                 return
             self.loop.call_soon_threadsafe(self._start, message)
