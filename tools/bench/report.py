@@ -83,8 +83,8 @@ def write_run(folder: Path, *, events: int, ranks: int = 4, steps: int = 10) -> 
     (folder / "logs" / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
-def measure(events: int, chromium: str | None) -> dict[str, object]:
-    """One row."""
+def measure(events: int, chromium: str | None, picture: Path) -> dict[str, object]:
+    """One row; `picture` is a screenshot of the timeline."""
     with tempfile.TemporaryDirectory() as scratch:
         write_run(Path(scratch, "run"), events=events)
         began = time.perf_counter()
@@ -95,11 +95,12 @@ def measure(events: int, chromium: str | None) -> dict[str, object]:
             "load_ms": None, "zoom_ms": None, "frame_ms": None,
             "load_average": round(os.getloadavg()[0], 1),
         }  # fmt: skip
-        return row if chromium is None else row | in_browser(written.html, chromium)
+        return row if chromium is None else row | in_browser(written.html, chromium, picture)
 
 
-def in_browser(path: Path, chromium: str) -> dict[str, float]:
-    """Load three times, zoom in the last. Raises RuntimeError when the page reports an error."""
+def in_browser(path: Path, chromium: str, picture: Path) -> dict[str, float]:
+    """Load three times; zoom in the last, and take a picture of its next to last step. Raises RuntimeError
+    when the page reports an error."""
     loads = []
     for repeat in range(3):
         with open_page(path, chromium) as (page, problems, load_ms):
@@ -107,6 +108,9 @@ def in_browser(path: Path, chromium: str) -> dict[str, float]:
             if repeat == 2:
                 zoom_ms = page.evaluate(_ZOOM)
                 frame_ms = page.evaluate(_FRAMES)
+                page.select_option("[data-filter=step]", "9")
+                page.evaluate("document.querySelector('.timeline').scrollIntoView()")
+                page.screenshot(path=picture)
             if problems:
                 raise RuntimeError(f"the report in Chromium: {problems[:3]}")
     return {
@@ -147,7 +151,7 @@ def main() -> None:
     args = parser.parse_args()
     chromium = chromium_path()
     counts = [1_000] if args.toy else args.events
-    rows = [measure(count, chromium) for count in tqdm(counts, desc="reports")]
+    rows = [measure(count, chromium, args.output / "report.png") for count in tqdm(counts, desc="reports")]
     summary = rows[-1] | {"chromium": chromium is not None}
     print(summary)
     write_result("report", command_line("tools.bench.report"), rows, summary, folder=args.output)
