@@ -62,3 +62,31 @@ class RolloutEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the newest step records."""
+
+
+def check_prompt(
+    prompt: Prompt, params: SamplingParams, *, max_model_len: int, vocab_size: int
+) -> None:
+    """Raises ValueError, with the numbers, for a prompt that no engine of these sizes can take."""
+    if len(prompt.tokens) + params.max_tokens > max_model_len:
+        raise ValueError(
+            f"prompt {prompt.prompt_id}: {len(prompt.tokens)} prompt tokens + max_tokens="
+            f"{params.max_tokens} exceed max_model_len={max_model_len}: lower max_tokens or raise "
+            "max_model_len"
+        )
+    if not 0 <= min(prompt.tokens) <= max(prompt.tokens) < vocab_size:
+        raise ValueError(
+            f"prompt {prompt.prompt_id} has tokens {min(prompt.tokens)} to {max(prompt.tokens)}, "
+            f"outside the vocabulary of {vocab_size}"
+        )
+
+
+def generate_in_order(
+    engine: RolloutEngine, prompts: Sequence[Prompt], params: SamplingParams, *, step: int
+) -> list[Rollout]:
+    """`RolloutEngine.generate` of an idle engine. Raises ValueError where two prompts share an id."""
+    place = {prompt.prompt_id: i for i, prompt in enumerate(prompts)}
+    if len(place) != len(prompts):
+        raise ValueError("two prompts share a prompt_id: use SamplingParams.n for more samples")
+    engine.submit(prompts, params, step=step)
+    return sorted(engine.stream(), key=lambda r: (place[r.prompt_id], r.sample_index))

@@ -44,8 +44,8 @@ ROWS = tuple(
         ("train", "the smallest of any process: cells below 1 were measured in five, the median one counts",
          "{min_ratio_of_any_process:.2f}"),
         ("train", "peak memory over the twin, largest cell", "{max_memory_ratio_vs_plain:.2f}"),
-        ("est_curve", "EST (`{variant}`), {groups} settings, {seeds} seeds or more: FLOPs and time to the "
-         "dense run's last validation loss", "{flops_to_dense_loss:.0%}, {seconds_to_dense_loss:.0%}"),
+        ("est_curve", "EST (`{variant}`), {groups} shapes, seeds: {seeds}: FLOPs and (indicative) time to "
+         "the dense run's last validation loss", "{flops_to_dense_loss:.0%}, {seconds_to_dense_loss:.0%}"),
         ("est_curve", "EST (`{variant}`): validation loss minus the dense run's at equal steps",
          "{loss_gap_equal_steps:+.3f} nats"),
         ("est_speed", "share of the FLOPs that a subnet saves which is saved in time: layers, widths, both",

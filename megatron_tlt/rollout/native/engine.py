@@ -9,7 +9,7 @@ import torch
 
 from megatron_tlt.models.drafter import DrafterConfig
 from megatron_tlt.rollout.acceptance import Counts
-from megatron_tlt.rollout.engine import Weights
+from megatron_tlt.rollout.engine import Weights, check_prompt, generate_in_order
 from megatron_tlt.rollout.native.cache import PlaneShape, SlotCache
 from megatron_tlt.rollout.native.config import NativeEngineConfig
 from megatron_tlt.rollout.native.draft import Draft
@@ -95,24 +95,13 @@ class NativeEngine:
         if params.stop and self.text is None:
             raise ValueError(f"stop={params.stop} needs text: pass `decode` to the engine")
         for prompt in prompts:
-            self._check(prompt, params)
+            check_prompt(
+                prompt, params, max_model_len=self.config.max_model_len,
+                vocab_size=self.model.shape.vocab_size,
+            )  # fmt: skip
         for prompt in prompts:
             index = self.ngrams.index(prompt.prompt_id)
             self.scheduler.waiting.append(Group(prompt, params, step, index))
-
-    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
-        need, vocab = len(prompt.tokens) + params.max_tokens, self.model.shape.vocab_size
-        if need > self.config.max_model_len:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: {len(prompt.tokens)} prompt tokens + max_tokens="
-                f"{params.max_tokens} exceed max_model_len={self.config.max_model_len}: lower "
-                "max_tokens or raise max_model_len"
-            )
-        if not 0 <= min(prompt.tokens) <= max(prompt.tokens) < vocab:
-            raise ValueError(
-                f"prompt {prompt.prompt_id} has tokens {min(prompt.tokens)} to {max(prompt.tokens)}, "
-                f"outside the vocabulary of {vocab}"
-            )
 
     def stream(self) -> Iterator[Rollout]:
         while self.scheduler.busy and not self.paused:
@@ -127,12 +116,7 @@ class NativeEngine:
                 f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting; use submit "
                 "and stream, or resume or abort first"
             )
-        ids = [p.prompt_id for p in prompts]
-        if len(set(ids)) != len(ids):
-            raise ValueError("two prompts share a prompt_id: use SamplingParams.n for more samples")
-        self.submit(prompts, params, step=step)
-        place = {prompt_id: i for i, prompt_id in enumerate(ids)}
-        return sorted(self.stream(), key=lambda r: (place[r.prompt_id], r.sample_index))
+        return generate_in_order(self, prompts, params, step=step)
 
     def pause(self) -> None:
         self.paused = True

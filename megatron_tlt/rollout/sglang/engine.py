@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from megatron_tlt.files import write_json
 from megatron_tlt.models.drafter import DrafterConfig
 from megatron_tlt.rollout.acceptance import Counts
-from megatron_tlt.rollout.engine import Weights
+from megatron_tlt.rollout.engine import Weights, check_prompt, generate_in_order
 from megatron_tlt.rollout.native.shape import shape_from_hf
 from megatron_tlt.rollout.sglang.answers import (
     NOTHING,
@@ -106,24 +106,13 @@ class SglangEngine:
         check_sampling(params)
         check_speculation(params, self.config.strategy, device=self.device)
         for prompt in prompts:
-            self._check(prompt, params)
+            check_prompt(
+                prompt, params, max_model_len=self.config.max_model_len,
+                vocab_size=self.shape.vocab_size,
+            )  # fmt: skip
         for prompt in prompts:
             for sample in range(params.n):
                 self._put(_Open(prompt, sample, params))
-
-    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
-        need, vocab = len(prompt.tokens) + params.max_tokens, self.shape.vocab_size
-        if need > self.config.max_model_len:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: {len(prompt.tokens)} prompt tokens + max_tokens="
-                f"{params.max_tokens} exceed max_model_len={self.config.max_model_len}: lower "
-                "max_tokens or raise max_model_len"
-            )
-        if not 0 <= min(prompt.tokens) <= max(prompt.tokens) < vocab:
-            raise ValueError(
-                f"prompt {prompt.prompt_id} has tokens {min(prompt.tokens)} to {max(prompt.tokens)}, "
-                f"outside the vocabulary of {vocab}"
-            )
 
     def _put(self, request: _Open) -> None:
         self._made += 1
@@ -156,11 +145,7 @@ class SglangEngine:
                 f"generate needs an idle engine: paused={self.paused}, {len(self._requests)} under way; use "
                 "submit and stream, or resume or abort first"
             )
-        place = {prompt.prompt_id: i for i, prompt in enumerate(prompts)}
-        if len(place) != len(prompts):
-            raise ValueError("two prompts share a prompt_id: use SamplingParams.n for more samples")
-        self.submit(prompts, params, step=step)
-        return sorted(self.stream(), key=lambda r: (place[r.prompt_id], r.sample_index))
+        return generate_in_order(self, prompts, params, step=step)
 
     def _next(self) -> Rollout | None:
         """The next finished response; None where a new engine had to be started, and takes over."""
