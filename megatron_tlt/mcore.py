@@ -1,6 +1,6 @@
 """The seam to megatron-core 0.16.1: import this before any `megatron.core` module.
 
-Five kinds of change, each with the place it mends:
+Six kinds of change, each with the place it mends:
 1. CPU layer (only where there is no CUDA): megatron-core names `device="cuda"` literally in factory calls,
    asks `Tensor.type()` for a CUDA type, and keeps dropout state in CUDA generators.
 2. Checkpoint writing: megatron-core starts a manager process that re-imports the program (seconds, and a
@@ -9,6 +9,7 @@ Five kinds of change, each with the place it mends:
 3. Checkpoint reading: its reader unpickles a checkpoint's index; ours (`mcore_reader.py`) takes its place.
 4. Start-up on CPU: its import does not load torch's compiler.
 5. Without Transformer Engine: recomputing the norms alone asks it for its FP8 state (NameError).
+6. Data-parallel collectives on gloo: issued one by one instead of coalesced, which corrupts the heap.
 Its saving and loading of the distributed optimizer's state over torch's AdamW is wrong in four ways (a fresh
 one cannot load, KeyError('step'), one step tensor shared by all parameters, moments of a buffer's last
 parameter lost); `train/optimizer_state.py` does that instead.
@@ -28,6 +29,8 @@ from megatron_tlt import device
 from megatron_tlt.mcore_reader import TrustedReader
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 # What megatron-core 0.16.1 says on every start about things that are as they should be.
 for _message in (
@@ -148,6 +151,34 @@ class _CpuRngStatesTracker(tp_random.CudaRNGStatesTracker):
             torch.set_rng_state(outside)
 
 
+@contextlib.contextmanager
+def _one_by_one(
+    group: dist.ProcessGroup, device: torch.device | None = None, async_ops: bool = False
+) -> Iterator[distributed_c10d._CoalescingManager]:
+    """torch's `_coalescing_manager` for gloo: the block's collectives are issued one after the other.
+
+    gloo's coalesced all-gather races with other collectives of its group and corrupts the heap (torch 2.13:
+    "malloc(): unaligned tcache chunk detected" within seconds of four ranks' traffic). It would also gain
+    nothing: it copies the tensors together and apart again.
+    """
+    queued = distributed_c10d._world.pg_coalesce_state.setdefault(group, [])
+    works = distributed_c10d._CoalescingManager()
+    try:
+        yield works
+    finally:
+        distributed_c10d._world.pg_coalesce_state.pop(group)
+    for collective in queued:
+        works.append(_issue(collective, group))
+    if not async_ops:
+        works.wait()
+
+
+def _issue(collective: distributed_c10d._CollOp, group: dist.ProcessGroup) -> dist.Work:
+    reduction = {} if collective.redop is None else {"op": collective.redop}
+    tensors = [t for t in (collective.dst_tensor, collective.tensor) if t is not None]
+    return collective.op(*tensors, group=group, async_op=True, **reduction)
+
+
 def _install_cpu_layer() -> None:
     torch.Tensor.type = _tensor_type
     tp_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -156,6 +187,9 @@ def _install_cpu_layer() -> None:
     cpu_torch = _CpuTorch()
     for name in _CUDA_LITERAL_MODULES:
         importlib.import_module("megatron.core." + name).torch = cpu_torch
+    importlib.import_module(
+        "megatron.core.distributed.param_and_grad_buffer"
+    )._coalescing_manager = _one_by_one
 
 
 def ensure_adam_state(optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,7 @@ imports. A task is a module-level function; it runs on every rank and the list o
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -88,6 +89,7 @@ class GlooPool:
                 try:
                     ok, value = pipe.recv()
                 except EOFError:
+                    self.processes[rank].join(timeout=5)
                     ok, value = False, f"process ended, exit code {self.processes[rank].exitcode}"
                 assert ok, f"rank {rank} failed:\n{value}"
                 results[rank] = value
@@ -109,6 +111,7 @@ def _die_with_parent() -> None:
 
 def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     _die_with_parent()
+    faulthandler.enable()  # a crash in C++ shows the Python line that led to it
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
