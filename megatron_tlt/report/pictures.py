@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display needed
 from matplotlib import pyplot
 
-_DASHES = ("-", ":", "--", "-.")
+_DASHES = ("-", ":", "--", "-.", (0, (8, 3)), (0, (8, 2, 2, 2)))  # as many as the page has
 _WIDTH, _HEIGHT = 7.0, 4.2
 # A picture of more lanes is not readable.
 _MOST_LANES = 60
@@ -59,9 +59,9 @@ def _draw(place, runs: Sequence[Run], kind: Kind, panel: Panel, axis: str) -> No
     for series in panel.series:
         if axis in series.x:
             place.plot(
-                series.x[axis], series.y, _DASHES[series.style % len(_DASHES)], label=series.name,
-                color=run_color(series.run), marker="o" if series.markers else None,
-                markersize=4, linewidth=1.4,
+                series.x[axis], series.y, label=series.name, color=run_color(series.run),
+                linestyle=_DASHES[series.style % len(_DASHES)],
+                marker="o" if series.markers else None, markersize=4, linewidth=1.4,
             )  # fmt: skip
     for run in runs:
         if run.kind == kind and axis in run.axes:
@@ -72,7 +72,7 @@ def _draw(place, runs: Sequence[Run], kind: Kind, panel: Panel, axis: str) -> No
         place.set_yscale("log")
     place.set(title=panel.chart.title, xlabel=axis, ylabel=panel.chart.unit)
     place.grid(alpha=0.3)
-    place.legend(fontsize=7)
+    place.legend(fontsize=7, framealpha=0.6)
 
 
 def _write_timeline(events: Sequence[Event], path: Path) -> Path:

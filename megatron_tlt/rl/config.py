@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_tlt import device
 from megatron_tlt.data.prompts import PromptDataConfig
 from megatron_tlt.data.rewards import RewardConfig
 from megatron_tlt.data.tokenizer import TokenizerConfig
@@ -45,6 +46,8 @@ class RolloutConfig:
     """Most responses that an engine decodes at the same time."""
     kv_cache_gib: float | None = None
     """Bound on an engine's key/value cache per rank; default: what max_running_requests need."""
+    offload_rollout: bool | None = None
+    """Give the key/value cache's memory to the training between rollouts; default: on a GPU."""
     sync_bucket_mib: int = 256
     """Whole tensors in flight while weights are published."""
     check_weight_update: bool = False
@@ -55,6 +58,11 @@ class RolloutConfig:
     """Further arguments of sglang.Engine, such as mem_fraction_static, under SGLang's names."""
     trace_interval: int = 10
     """Every how many steps the rollout's decode steps and requests go to the timeline; 0: never."""
+
+    @property
+    def offloads(self) -> bool:
+        """`offload_rollout`, or its default here."""
+        return device.is_cuda() if self.offload_rollout is None else self.offload_rollout
 
     def __post_init__(self) -> None:
         for name in (

@@ -52,7 +52,8 @@ def build_engine(
         SglangConfig(
             max_model_len=max_model_len, max_running_requests=rollout.max_running_requests,
             dtype=config.training.params_dtype, seed=config.training.seed + parallel.rank,
-            bucket_bytes=rollout.sync_bucket_mib * 2**20, arguments=dict(rollout.sglang),
+            bucket_bytes=rollout.sync_bucket_mib * 2**20,
+            arguments={"enable_memory_saver": rollout.offloads} | rollout.sglang,
             strategy=OFF if drafter is None else _CHAIN,
             adaptive_steps=() if drafter is None else _STEPS,
         ),

@@ -52,6 +52,8 @@ class Generator:
     predictor: LengthPredictor
     slots: int
     """Responses that an engine has under way while prompts are left in the queue."""
+    offloads: bool
+    """Give the engine's memory back between two runs."""
     clock: PhaseClock
     drafting: Drafting
     """Learns from the responses; takes the time from the last own one to the last of all ranks."""
@@ -82,6 +84,7 @@ class Generator:
         group_of = {prompt.prompt_id: group for group, prompt in enumerate(prompts)}
         rollouts, tickets = [], []
         with self.clock(phases[0]):
+            self.engine.resume_memory()
             self.drafting.begin(step)
             self.trace.begin(step)
             feed = self.feeds(self.predictor.order(prompts))
@@ -97,6 +100,8 @@ class Generator:
                     tickets.append(self.scorer.submit(self._request(record, rollout, params)))
             self.trace.end()
             self.drafting.fill_tail()
+            if self.offloads:
+                self.engine.release_memory()
         self.stop.interrupt()
         with self.clock(phases[1]):
             results = self.scorer.collect(tickets)

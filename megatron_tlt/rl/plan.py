@@ -59,6 +59,7 @@ def _memory_lines(
     cache *= 2 * model.num_query_groups * model.kv_channels // tp
     if config.rollout.kv_cache_gib is not None:
         cache = min(cache, int(config.rollout.kv_cache_gib * _GIB))
+    kept = 0 if config.rollout.offloads else cache
     lines = []
     for stage in range(parallel.pipeline_model_parallel_size):
         params = counts.on_rank(stage, parallel)
@@ -67,7 +68,7 @@ def _memory_lines(
         lines.append(
             f" pipeline stage {stage}: memory about {(state + engine + cache) / _GIB:.2f} GiB while "
             f"generating ({state / _GIB:.2f} training state, {engine / _GIB:.2f} engine weights, "
-            f"{cache / _GIB:.2f} key/value cache), {(state + engine + cache + activations) / _GIB:.2f} GiB "
+            f"{cache / _GIB:.2f} key/value cache), {(state + engine + kept + activations) / _GIB:.2f} GiB "
             f"while updating"
         )
     available = device.total_memory_bytes() / _GIB

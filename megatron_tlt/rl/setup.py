@@ -278,6 +278,7 @@ def _add_engine(
         feeds=FeedMaker(parallel, world_store() if rollout.schedule == "shared" else None),
         predictor=run.predictor,
         slots=rollout.max_running_requests,
+        offloads=rollout.offloads,
         clock=run.clock,
         drafting=run.drafting,
         trace=EngineTrace(

@@ -109,10 +109,11 @@ def test_rollouts_and_updates_are_the_same_on_any_number_of_engines(tmp_path):
     assert len(samples) == 32 and expected["samples"] == 32 and expected["cursor"] == 8
     assert len({s.rollout.prompt_id for s in samples}) == 8
     shared = {"RolloutConfig": {"schedule": "shared", "max_running_requests": 4}}
+    released = {"RolloutConfig": shared["RolloutConfig"] | {"offload_rollout": True}}
     ngram = {"speculation": "ngram"}
     for name, layout, sections in (
         ("TP2", TP2, ngram), ("PP2", PP2, {}), ("DP2", ONE, {}), ("DP2 shared", ONE, shared | ngram),
-        ("TP2 shared", TP2, shared),
+        ("TP2 shared, cache released", TP2, released),
     ):  # fmt: skip
         result, others = loop(tmp_path, name, layout, 2, **sections)
         assert [s.rollout.tokens for s in others] == [s.rollout.tokens for s in samples], name

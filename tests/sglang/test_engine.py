@@ -155,6 +155,17 @@ def test_pause_resume_and_abort_lose_nothing(published):
     assert published.stats().aborted == len(gone)
 
 
+def test_weights_come_while_the_memory_is_released_and_serve_after_it_is_resumed(published, model):
+    expected = tokens_of(published.generate(PROMPTS, GREEDY))
+    published.release_memory()
+    published.release_memory()
+    published.update_weights("target", model.state_dict().items(), version=2)
+    published.resume_memory()
+    published.resume_memory()
+    rollouts = published.generate(PROMPTS, GREEDY)
+    assert tokens_of(rollouts) == expected and set(rollouts[0].weight_versions) == {2}
+
+
 def test_features_are_the_states_that_the_tokens_were_drawn_from(published, model):
     published.capture_features(10_000, context_rows=4)
     rollouts = published.generate(

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from importlib.resources import files
 
 import numpy
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from megatron_tlt.report.__main__ import main
 from megatron_tlt.report.chrome_trace import trace_events
 from megatron_tlt.report.columns import columns_of
-from megatron_tlt.report.panels import panels_of
+from megatron_tlt.report.panels import CHARTS, panels_of
+from megatron_tlt.report.pictures import _DASHES
 from megatron_tlt.report.run import Stage, find_runs
 from megatron_tlt.report.summary import table_of
 from megatron_tlt.report.timeline import acceptance_of, lanes_of, ledger_of, read_timeline
@@ -74,6 +76,14 @@ def test_runs_are_overlaid_by_kind_and_tabulated(tmp_path):
     head, (row,) = table_of(runs, "rl")
     assert row[head.index("held-out pass@1")] == "0.250 → 0.500"
     assert row[head.index("largest log-prob difference")] == "2.0e-06"
+
+
+def test_the_lines_of_one_run_in_one_chart_differ_in_their_dashes():
+    for charts in CHARTS.values():
+        assert all(len(c.train) + len(c.evaluation) <= len(set(_DASHES)) for c in charts)
+    script = (files("megatron_tlt.report") / "assets" / "charts.js").read_text()
+    (dashes,) = re.findall(r"DASHES = \[(.*?)\]", script)
+    assert len(dashes.split(",")) == len(_DASHES)
 
 
 def test_bad_input_is_said_with_file_and_line(tmp_path, capsys):

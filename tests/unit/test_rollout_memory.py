@@ -57,6 +57,39 @@ def test_abort_in_the_middle_of_preemption_leaks_nothing():
     assert tokens_of(again) == tokens_of(plain)
 
 
+def test_released_memory_is_gone_and_after_resuming_no_token_changes():
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=20, seed=5)
+    expected = make_engine().generate(PROMPTS, params)
+    engine, weights = make_engine(), reference("llama").state_dict()
+    engine.capture_features(300)
+    held = engine.cache.num_bytes
+    engine.generate(PROMPTS, params)
+    features = engine.take_features()
+    states = [f.hidden.clone() for f in features]
+    engine.release_memory()
+    engine.release_memory()
+    assert held > 0 and engine.cache.num_bytes == 0
+    assert all(torch.equal(f.hidden, state) for f, state in zip(features, states, strict=True))
+    with pytest.raises(ValueError, match="resume_memory"):
+        engine.submit(PROMPTS, params)
+    doubled = {name: 2 * tensor for name, tensor in weights.items()}
+    for version, tensors in enumerate((doubled, weights), 2):  # they come while the cache is away
+        engine.update_weights("target", tensors.items(), version=version)
+    engine.resume_memory()
+    engine.resume_memory()
+    assert engine.cache.num_bytes == held
+    assert tokens_of(engine.generate(PROMPTS, params)) == tokens_of(expected)
+    assert len(engine.take_features()) == len(features)
+
+
+def test_memory_in_use_is_not_released():
+    engine = make_engine()
+    engine.submit(PROMPTS, SamplingParams(max_tokens=4, temperature=0))
+    with pytest.raises(ValueError, match=f"0 running and {len(PROMPTS)} waiting"):
+        engine.release_memory()
+    assert len(list(engine.stream())) == len(PROMPTS)
+
+
 @pytest.mark.parametrize("stride", [3, 5, 7, 10])
 def test_dividing_the_cache_anew_keeps_what_the_slots_hold(stride):
     planes = {"a": PlaneShape(layers=2, width=3, dtype=torch.float32)}

@@ -47,7 +47,8 @@ class SlotCache:
                 f"{longest * row_bytes} bytes: raise the bound or lower max_model_len"
             )
         self.max_batch, self.longest, self.device = max_batch, longest, device
-        self.planes = {name: self._plane(shape) for name, shape in planes.items()}
+        self.shapes, self.held = dict(planes), True
+        self.allocate()
         self.shortest = max(1, self.rows // max_batch)
         self._set_stride(self.shortest)
 
@@ -63,7 +64,18 @@ class SlotCache:
 
     def add_plane(self, name: str, shape: PlaneShape) -> None:
         """One more plane, empty, beside the bound that the others obey."""
-        self.planes[name] = self._plane(shape)
+        self.shapes[name] = shape
+        if self.held:
+            self.planes[name] = self._plane(shape)
+
+    def allocate(self) -> None:
+        """All planes, empty."""
+        self.planes = {name: self._plane(shape) for name, shape in self.shapes.items()}
+        self.held = True
+
+    def release(self) -> None:
+        """Give the memory back until `allocate`; what the planes hold is lost."""
+        self.planes, self.held = {}, False
 
     @property
     def num_bytes(self) -> int:

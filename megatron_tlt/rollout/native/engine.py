@@ -92,6 +92,8 @@ class NativeEngine:
     def submit(self, prompts: Sequence[Prompt], params: SamplingParams, *, step: int = 0) -> None:
         if not self.loaded:
             raise ValueError("the engine has no weights: call update_weights('target', ...) first")
+        if not self.cache.held:
+            raise ValueError("the engine's memory is released: call resume_memory() first")
         if params.stop and self.text is None:
             raise ValueError(f"stop={params.stop} needs text: pass `decode` to the engine")
         for prompt in prompts:
@@ -123,6 +125,19 @@ class NativeEngine:
 
     def resume(self) -> None:
         self.paused = False
+
+    def release_memory(self) -> None:
+        if self.scheduler.busy:
+            raise ValueError(
+                f"{len(self.scheduler.running)} running and {len(self.scheduler.waiting)} waiting requests "
+                "need the key/value cache: finish or abort them before release_memory()"
+            )
+        self._running = None
+        self.cache.release()
+
+    def resume_memory(self) -> None:
+        if not self.cache.held:
+            self.cache.allocate()
 
     def abort(self, prompt_ids: Iterable[int] | None = None) -> list[Rollout]:
         chosen, queues = None if prompt_ids is None else set(prompt_ids), self.scheduler

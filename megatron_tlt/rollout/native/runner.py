@@ -45,7 +45,7 @@ class Runner:
 
     @property
     def keeps_features(self) -> bool:
-        return FEATURES in self.cache.planes
+        return FEATURES in self.cache.shapes
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(final states after the norm `[t, h]`, features `[t, f]` if they are kept)."""

@@ -89,6 +89,7 @@ class SglangEngine:
         self._early: deque[Rollout] = deque()
         self._made = 0
         self._max_rows = self._context_rows = self._rows = 0
+        self._holds_memory = True
         self._features: list[FeatureSample] = []
         self._tokens = self._speculated = self._verify_ct = self._drafted = 0
         self._preemptions = self._aborted = 0
@@ -273,6 +274,7 @@ class SglangEngine:
         self.process = EngineProcess(
             arguments, environment=ENVIRONMENT[self.device], timeout_s=self.config.timeout_s
         )
+        self._holds_memory = True
         if self.paused:
             self.process.call("pause")
 
@@ -310,11 +312,20 @@ class SglangEngine:
         )  # fmt: skip
 
     def release_memory(self) -> None:
-        """Give the GPU's memory to the training (`enable_memory_saver` in config.arguments)."""
-        self.process.call("memory", resume=False)
+        """Give the KV cache's memory to the training (`enable_memory_saver` in config.arguments)."""
+        if self._requests:
+            raise ValueError(
+                f"{len(self._requests)} requests under way need the KV cache: finish or abort them before "
+                "release_memory()"
+            )
+        if self._holds_memory:  # SGLang asserts that it is told each of the two once
+            self.process.call("memory", resume=False)
+        self._holds_memory = False
 
     def resume_memory(self) -> None:
-        self.process.call("memory", resume=True)
+        if not self._holds_memory:
+            self.process.call("memory", resume=True)
+        self._holds_memory = True
 
     def close(self) -> None:
         """End the engine's process and delete its folders."""

@@ -146,12 +146,15 @@ class Host:
         return total.value()
 
     async def memory(self, resume: bool) -> None:
-        """Give the GPU's memory back, or take it again (nothing happens without the memory saver)."""
+        """Give the KV cache's memory back, or take it again (nothing happens without the memory saver).
+
+        The weights stay where they are: they are published to while the cache is away.
+        """
         if resume:
-            request = io_struct.ResumeMemoryOccupationReqInput()
+            request = io_struct.ResumeMemoryOccupationReqInput(tags=["kv_cache"])
             await self.manager.resume_memory_occupation(request, None)
         else:
-            request = io_struct.ReleaseMemoryOccupationReqInput()
+            request = io_struct.ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
             await self.manager.release_memory_occupation(request, None)
 
     async def info(self) -> dict[str, Any]:
