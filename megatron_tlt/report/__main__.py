@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--output", type=Path, help="folder of the report")
     parser.add_argument(
-        "--figures", type=Path, help="file for the RL run's figures, for tools.bench.rl --merge"
+        "--figures", type=Path, help="file for the RL runs' figures, for tools.bench.rl --merge"
     )
     args = parser.parse_args(argv)
     try:

@@ -95,15 +95,22 @@ def as_text(head: list[str], rows: list[list[str]]) -> str:
 
 
 def rl_figures(runs: Sequence[Run]) -> dict[str, float]:
-    """Of the first RL run: pass@1 of its first held-out set before and after, the largest log-probability
-    difference of trainer and engine. What it does not have is absent."""
-    run = next((run for run in runs if run.kind == "rl"), None)
-    if run is None:
-        return {}
-    figures = {}
-    name = next((name for name in run.names(evaluation=True) if name.endswith("-pass@1")), None)
-    if name is not None:
-        _, passes = run.series(name, evaluation=True)
-        figures |= {"pass_before": passes[0], "pass_after": passes[-1]}
-    _, differences = run.series("train/train_rollout_logprob_abs_diff_max")
+    """Of the RL runs together (seeds of one experiment): pass@1 of their first held-out set before and after,
+    as means and as the extremes after, and the largest log-probability difference of trainer and engine.
+    What they do not have is absent."""
+    chosen = [run for run in runs if run.kind == "rl"]
+    passes = [p for p in map(_held_out_passes, chosen) if p]
+    figures: dict[str, float] = {}
+    if passes:
+        before, after = [p[0] for p in passes], [p[-1] for p in passes]
+        figures |= {
+            "pass_before": statistics.mean(before), "pass_after": statistics.mean(after),
+            "pass_after_lowest": min(after), "pass_after_highest": max(after), "rl_runs": len(passes),
+        }  # fmt: skip
+    differences = [d for run in chosen for d in run.series("train/train_rollout_logprob_abs_diff_max")[1]]
     return figures | ({"max_logprob_diff": max(differences)} if differences else {})
+
+
+def _held_out_passes(run: Run) -> list[float]:
+    name = next((name for name in run.names(evaluation=True) if name.endswith("-pass@1")), None)
+    return [] if name is None else run.series(name, evaluation=True)[1]

@@ -14,7 +14,7 @@ from megatron_tlt.report.columns import columns_of
 from megatron_tlt.report.panels import CHARTS, panels_of
 from megatron_tlt.report.pictures import _DASHES
 from megatron_tlt.report.run import Stage, find_runs
-from megatron_tlt.report.summary import table_of
+from megatron_tlt.report.summary import rl_figures, table_of
 from megatron_tlt.report.timeline import acceptance_of, lanes_of, ledger_of, read_timeline
 from tests.unit.report_logs import (
     pretrain_records,
@@ -178,6 +178,20 @@ def test_a_line_that_is_no_event_is_refused(tmp_path):
         read_timeline(run / "logs")
 
 
+def test_the_figures_of_several_seeds_are_means_and_extremes(tmp_path):
+    for name, after in (("a", 0.5), ("b", 0.25), ("c", 0.75)):
+        records = rl_records()
+        (key,) = {k for record in records for k in record if k.endswith("-pass@1")}
+        last = [record for record in records if key in record][-1]
+        last[key] = after
+        write_log(tmp_path / name, records)
+    write_log(tmp_path / "pretrain", pretrain_records())
+    figures = rl_figures(find_runs([tmp_path]))
+    assert figures["pass_before"] == 0.25 and figures["pass_after"] == pytest.approx(0.5)
+    assert (figures["pass_after_lowest"], figures["pass_after_highest"]) == (0.25, 0.75)
+    assert figures["rl_runs"] == 3
+
+
 def test_the_report_is_one_file_with_pictures_and_a_trace(tmp_path, capsys):
     run = write_log(tmp_path / "<b>grpo</b>", rl_records())
     write_timeline(run, timeline_events())
@@ -190,6 +204,7 @@ def test_the_report_is_one_file_with_pictures_and_a_trace(tmp_path, capsys):
     assert not re.search(r"""(src|href)=["']?(http|//)""", own)
     assert "2.0e-06" in capsys.readouterr().out
     assert json.loads((tmp_path / "figures.json").read_text()) == {
-        "pass_before": 0.25, "pass_after": 0.5, "max_logprob_diff": pytest.approx(2e-6)
+        "pass_before": 0.25, "pass_after": 0.5, "pass_after_lowest": 0.5, "pass_after_highest": 0.5,
+        "rl_runs": 1, "max_logprob_diff": pytest.approx(2e-6),
     }  # fmt: skip
     assert len(json.loads((folder / "trace.json").read_text())["traceEvents"]) > 10
