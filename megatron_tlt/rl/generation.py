@@ -30,7 +30,7 @@ from megatron_tlt.rl.schedule import (
     generate_from,
 )
 from megatron_tlt.rollout.engine import RolloutEngine
-from megatron_tlt.train.stop import StopRequests
+from megatron_tlt.train.stop import Interrupted, StopRequests
 from megatron_tlt.types import Rollout, SamplingParams
 
 import torch
@@ -102,7 +102,10 @@ class Generator:
             self.drafting.fill_tail()
             if self.offloads:
                 self.engine.release_memory()
-        self.stop.interrupt()
+            with self.clock.timeline.span("wait"):  # for the ranks that still generate
+                interrupted = self.stop.interrupted()
+        if interrupted:
+            raise Interrupted(self.stop.reason)
         with self.clock(phases[1]):
             results = self.scorer.collect(tickets)
             mine = [

@@ -69,16 +69,15 @@ class StopRequests:
         dist.all_reduce(code, op=dist.ReduceOp.MAX, group=group)
         return int(code) > 0
 
-    def interrupt(self) -> None:
-        """Raises Interrupted on every rank if a signal came to any. A collective of one number.
+    def interrupted(self) -> bool:
+        """Whether a signal came to any rank, which is the `reason` then. A collective of one number.
 
         For phases that take long and leave no trace, such as a rollout: a time limit does not end them.
         """
         code = torch.tensor([self._received], device=device.device())
         dist.all_reduce(code, op=dist.ReduceOp.MAX)
-        if int(code):
-            self.reason = _text(int(code))
-            raise Interrupted(self.reason)
+        self.reason = self.reason or _text(int(code))
+        return int(code) > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = max(self._received, number)

@@ -5,7 +5,7 @@ import torch
 
 from megatron_tlt.rl.dump import read_dump
 from tests.dist.rl_tasks import ONE, PP2, TP2, run_loop, run_until_killed, write_prompts
-from tests.dist.tlt_tasks import merge_after, run_tlt
+from tests.dist.tlt_tasks import merge_after, run_tlt, run_with_a_late_rank
 from tests.dist.workers import run_distributed
 from tools.prove_spot import killed_tail, run_tails
 
@@ -86,6 +86,16 @@ def test_uneven_starts_fill_the_tail_with_training_and_the_ledger_says_so(tmp_pa
         spent = sum(v for k, v in m.items() if k.startswith("ledger/") and k != "ledger/bubble_frac")
         assert spent >= m["perf/step_time"] - 0.05, "seconds are missing from the ledger"
     assert {r["after"]["weights"] for r in results} == {results[0]["after"]["weights"]}
+
+
+@pytest.mark.parametrize("layout", [ONE, PP2])
+def test_waiting_for_a_late_rank_is_waiting_and_belongs_to_the_rollout(tmp_path, layout):
+    root = folder(tmp_path, "late")
+    metrics = run_distributed(run_with_a_late_rank, 2, root, layout, 0.5)[0]
+    assert len(metrics) == 2
+    for m in metrics:
+        assert m["perf/rollout_time"] >= 0.5 and m["ledger/wait"] >= 0.2  # a mean over two ranks
+        assert m["ledger/bubble_frac"] > 0.2
 
 
 def test_random_tails_lose_no_response_and_leave_equal_replicas():

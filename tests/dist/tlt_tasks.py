@@ -43,6 +43,20 @@ def drift_start(run, *, seed: int) -> None:
     run.drafting.begin = late
 
 
+def run_with_a_late_rank(root: Path, layout: dict, seconds: float) -> list[dict]:
+    """Metrics of a run without speculation whose last rank begins each rollout `seconds` late."""
+    run = start(root, layout)
+    begin = run.drafting.begin
+
+    def late(step: int) -> None:
+        begin(step)
+        time.sleep(seconds * (run.parallel.rank == torch.distributed.get_world_size() - 1))
+
+    run.drafting.begin = late
+    train(run)
+    return read_metrics(root)
+
+
 def run_tlt(root: Path, layout: dict, sections: dict, seed: int | None = None) -> dict:
     """Train to the end; what the drafter is then, and what it was before."""
     run = start(root, layout, **sections)
