@@ -74,9 +74,9 @@ def test_a_cluster_is_a_table_by_ranks_and_an_interval_a_pair():
     row = {"kind": "cluster", "policy": "tlt", "sharing": "queue"}
     rows = [row | {"ranks": n, "rollout_speedup": n / 4} for n in (64, 8)]
     text = section({"cluster_replay": result({"validation_error": 0.031}, rows),
-                    "tlt": result({"tlt_interval": [1.25, 1.5]})})  # fmt: skip
+                    "tlt": result({"tlt_paired": 1.4, "tlt_interval": [1.25, 1.5]})})  # fmt: skip
     assert "| tlt, queue | 2.00x | 16.00x |" in text and "| 3.1% |" in text
-    assert "| 1.25x to 1.50x |" in text
+    assert "| 1.40x, 1.25x to 1.50x |" in text
 
 
 def _rl_row(name: str, seconds: float) -> dict:

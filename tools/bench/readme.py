@@ -79,8 +79,8 @@ ROWS = tuple(
         ("rl", "the whole quickstart", "{quickstart_s:.0f} s"),
         ("tlt", "RL step time without speculation over that with n-grams, a frozen drafter, one trained "
          "in the tail", "{ngram:.2f}x, {frozen:.2f}x, {tlt:.2f}x"),
-        ("tlt", "95 % interval of the last, by paired steps",
-         "{tlt_interval[0]:.2f}x to {tlt_interval[1]:.2f}x"),
+        ("tlt", "the last one's median over pairs of the same step, and its 95 % interval",
+         "{tlt_paired:.2f}x, {tlt_interval[0]:.2f}x to {tlt_interval[1]:.2f}x"),
         ("tlt", "the same, rollout alone, drafter trained in the tail", "{rollout_only:.2f}x"),
         ("tlt", "accept length, drafter frozen and trained", "{accept_frozen:.2f}, {accept_adapted:.2f}"),
         ("tlt", "spot training's share of the critical path", "{spot_overhead:.1%}"),
