@@ -31,7 +31,7 @@ from megatron_tlt.rl.schedule import (
 )
 from megatron_tlt.rollout.engine import RolloutEngine
 from megatron_tlt.train.stop import Interrupted, StopRequests
-from megatron_tlt.types import Rollout, SamplingParams
+from megatron_tlt.types import Prompt, Rollout, SamplingParams
 
 import torch
 
@@ -75,12 +75,7 @@ class Generator:
         Raises on every rank: VerifierError when too many rewards could not be computed, Interrupted when a
         signal came, which ends the rollout at the next finished response.
         """
-        prompts, seen = [], Counter()
-        for record in records:
-            again = seen[record.prompt.prompt_id]
-            seen[record.prompt.prompt_id] += 1
-            number = record.prompt.prompt_id + again * _AGAIN
-            prompts.append(replace(record.prompt, prompt_id=number))
+        prompts = _numbered(records)
         group_of = {prompt.prompt_id: group for group, prompt in enumerate(prompts)}
         rollouts, tickets = [], []
         with self.clock(phases[0]):
@@ -209,3 +204,14 @@ class Collector:
         return choose_groups(
             shaped.rewards, torch.tensor([s.group for s in samples]), shaped.counted
         )
+
+
+def _numbered(records: Sequence[PromptRecord]) -> list[Prompt]:
+    """The records' prompts; one that stands there again has another number, so that its samples differ."""
+    prompts, seen = [], Counter()
+    for record in records:
+        again = seen[record.prompt.prompt_id]
+        seen[record.prompt.prompt_id] += 1
+        number = record.prompt.prompt_id + again * _AGAIN
+        prompts.append(replace(record.prompt, prompt_id=number))
+    return prompts
