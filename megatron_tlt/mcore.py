@@ -153,7 +153,7 @@ class _CpuRngStatesTracker(tp_random.CudaRNGStatesTracker):
 
 @contextlib.contextmanager
 def _one_by_one(
-    group: dist.ProcessGroup, device: torch.device | None = None, async_ops: bool = False
+    group: dist.ProcessGroup, async_ops: bool = False
 ) -> Iterator[distributed_c10d._CoalescingManager]:
     """torch's `_coalescing_manager` for gloo: the block's collectives are issued one after the other.
 

@@ -79,7 +79,7 @@ class Generator:
         group_of = {prompt.prompt_id: group for group, prompt in enumerate(prompts)}
         rollouts, tickets = [], []
         with self.clock(phases[0]):
-            self.engine.resume_memory()
+            self.engine.resume_memory_occupation()
             self.drafting.begin(step)
             self.trace.begin(step)
             feed = self.feeds(self.predictor.order(prompts))
@@ -96,7 +96,7 @@ class Generator:
             self.trace.end()
             self.drafting.fill_tail()
             if self.offloads:
-                self.engine.release_memory()
+                self.engine.release_memory_occupation()
             with self.clock.timeline.span("wait"):  # for the ranks that still generate
                 interrupted = self.stop.interrupted()
         if interrupted:

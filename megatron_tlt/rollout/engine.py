@@ -48,13 +48,13 @@ class RolloutEngine(Protocol):
     def resume(self) -> None:
         """Let `stream` run again."""
 
-    def release_memory(self) -> None:
+    def release_memory_occupation(self) -> None:
         """Give the key/value cache's memory to the training; weights stay and can be updated.
 
         Raises ValueError while requests are under way.
         """
 
-    def resume_memory(self) -> None:
+    def resume_memory_occupation(self) -> None:
         """Take the memory back, before the next `submit`; nothing happens where it is held."""
 
     def abort(self, prompt_ids: Iterable[int] | None = None) -> list[Rollout]:

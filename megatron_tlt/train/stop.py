@@ -56,28 +56,23 @@ class StopRequests:
         Once there is a reason it stays, without further collectives: a loop inside a loop may ask again.
         """
         if self.reason is None:
-            code = torch.tensor([self._code()], device=device.device())
-            dist.all_reduce(code, op=dist.ReduceOp.MAX)
-            self.reason = _text(int(code))
+            self.reason = _text(_largest(self._code()))
         return self.reason
 
     def signalled(self, group: dist.ProcessGroup) -> bool:
         """Whether a signal came to any rank of the group; a collective over it, free for a single rank."""
         if group.size() == 1:
             return self._received > 0
-        code = torch.tensor([self._received], device=device.device())
-        dist.all_reduce(code, op=dist.ReduceOp.MAX, group=group)
-        return int(code) > 0
+        return _largest(self._received, group) > 0
 
     def interrupted(self) -> bool:
         """Whether a signal came to any rank, which is the `reason` then. A collective of one number.
 
         For phases that take long and leave no trace, such as a rollout: a time limit does not end them.
         """
-        code = torch.tensor([self._received], device=device.device())
-        dist.all_reduce(code, op=dist.ReduceOp.MAX)
-        self.reason = self.reason or _text(int(code))
-        return int(code) > 0
+        code = _largest(self._received)
+        self.reason = self.reason or _text(code)
+        return code > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = max(self._received, number)
@@ -87,6 +82,13 @@ class StopRequests:
             return self._received
         late = self._seconds is not None and time.monotonic() - self._began >= self._seconds
         return _TIME_IS_UP if late else 0
+
+
+def _largest(code: int, group: dist.ProcessGroup | None = None) -> int:
+    """The largest code of any rank of the group (default: the world)."""
+    largest = torch.tensor([code], device=device.device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return int(largest)
 
 
 def _text(code: int) -> str | None:

@@ -157,11 +157,11 @@ def test_pause_resume_and_abort_lose_nothing(published):
 
 def test_weights_come_while_the_memory_is_released_and_serve_after_it_is_resumed(published, model):
     expected = tokens_of(published.generate(PROMPTS, GREEDY))
-    published.release_memory()
-    published.release_memory()
+    published.release_memory_occupation()
+    published.release_memory_occupation()
     published.update_weights("target", model.state_dict().items(), version=2)
-    published.resume_memory()
-    published.resume_memory()
+    published.resume_memory_occupation()
+    published.resume_memory_occupation()
     rollouts = published.generate(PROMPTS, GREEDY)
     assert tokens_of(rollouts) == expected and set(rollouts[0].weight_versions) == {2}
 

@@ -66,17 +66,17 @@ def test_released_memory_is_gone_and_after_resuming_no_token_changes():
     engine.generate(PROMPTS, params)
     features = engine.take_features()
     states = [f.hidden.clone() for f in features]
-    engine.release_memory()
-    engine.release_memory()
+    engine.release_memory_occupation()
+    engine.release_memory_occupation()
     assert held > 0 and engine.cache.num_bytes == 0
     assert all(torch.equal(f.hidden, state) for f, state in zip(features, states, strict=True))
-    with pytest.raises(ValueError, match="resume_memory"):
+    with pytest.raises(ValueError, match="resume_memory_occupation"):
         engine.submit(PROMPTS, params)
     doubled = {name: 2 * tensor for name, tensor in weights.items()}
     for version, tensors in enumerate((doubled, weights), 2):  # they come while the cache is away
         engine.update_weights("target", tensors.items(), version=version)
-    engine.resume_memory()
-    engine.resume_memory()
+    engine.resume_memory_occupation()
+    engine.resume_memory_occupation()
     assert engine.cache.num_bytes == held
     assert tokens_of(engine.generate(PROMPTS, params)) == tokens_of(expected)
     assert len(engine.take_features()) == len(features)
@@ -86,7 +86,7 @@ def test_memory_in_use_is_not_released():
     engine = make_engine()
     engine.submit(PROMPTS, SamplingParams(max_tokens=4, temperature=0))
     with pytest.raises(ValueError, match=f"0 running and {len(PROMPTS)} waiting"):
-        engine.release_memory()
+        engine.release_memory_occupation()
     assert len(list(engine.stream())) == len(PROMPTS)
 
 

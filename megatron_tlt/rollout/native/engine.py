@@ -93,7 +93,7 @@ class NativeEngine:
         if not self.loaded:
             raise ValueError("the engine has no weights: call update_weights('target', ...) first")
         if not self.cache.held:
-            raise ValueError("the engine's memory is released: call resume_memory() first")
+            raise ValueError("the engine's memory is released: call resume_memory_occupation() first")
         if params.stop and self.text is None:
             raise ValueError(f"stop={params.stop} needs text: pass `decode` to the engine")
         for prompt in prompts:
@@ -126,16 +126,15 @@ class NativeEngine:
     def resume(self) -> None:
         self.paused = False
 
-    def release_memory(self) -> None:
+    def release_memory_occupation(self) -> None:
         if self.scheduler.busy:
             raise ValueError(
                 f"{len(self.scheduler.running)} running and {len(self.scheduler.waiting)} waiting requests "
-                "need the key/value cache: finish or abort them before release_memory()"
+                "need the key/value cache: finish or abort them before release_memory_occupation()"
             )
-        self._running = None
         self.cache.release()
 
-    def resume_memory(self) -> None:
+    def resume_memory_occupation(self) -> None:
         if not self.cache.held:
             self.cache.allocate()
 

@@ -311,18 +311,18 @@ class SglangEngine:
             drafted=self._drafted, preemptions=self._preemptions, aborted=self._aborted,
         )  # fmt: skip
 
-    def release_memory(self) -> None:
+    def release_memory_occupation(self) -> None:
         """Give the KV cache's memory to the training (`enable_memory_saver` in config.arguments)."""
         if self._requests:
             raise ValueError(
                 f"{len(self._requests)} requests under way need the KV cache: finish or abort them before "
-                "release_memory()"
+                "release_memory_occupation()"
             )
         if self._holds_memory:  # SGLang asserts that it is told each of the two once
             self.process.call("memory", resume=False)
         self._holds_memory = False
 
-    def resume_memory(self) -> None:
+    def resume_memory_occupation(self) -> None:
         if not self._holds_memory:
             self.process.call("memory", resume=True)
         self._holds_memory = True
