@@ -30,7 +30,7 @@ from megatron_tlt.rl.draft_report import (
 from megatron_tlt.rl.timeline import Timeline
 from megatron_tlt.rollout.native.engine import NativeEngine
 from megatron_tlt.rollout.sglang.engine import SglangEngine
-from megatron_tlt.rollout.tuner import BanditTuner
+from megatron_tlt.rollout.tuner import forget_arms
 
 import torch
 import torch.distributed as dist
@@ -247,8 +247,9 @@ class SpotDrafting:
     def _try_again(self, accept: float) -> None:
         """Promotion and demotion are the bandit's; it hears when there is something new to measure."""
         changed = abs(accept - self.tried_at) > _TRY_AGAIN * max(self.tried_at, 1.0)
-        if accept and changed and isinstance(self.engine.policy, BanditTuner):
-            self.engine.policy.forget(TRAINED)
+        learned = self.engine.tuner_state()
+        if accept and changed and learned:
+            self.engine.load_tuner_state(forget_arms(learned, TRAINED))
             self.tried_at = accept
 
     def state_dict(self) -> dict[str, Any]:

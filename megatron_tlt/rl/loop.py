@@ -14,6 +14,7 @@ from megatron_tlt.rl.metrics import (
     reward_metrics,
     speculation_metrics,
 )
+from megatron_tlt.rl.probe import probe
 from megatron_tlt.rl.run_log import RlLogger
 from megatron_tlt.rl.setup import REFERENCE, RlRun, state_to_save
 from megatron_tlt.train.checkpoint import (
@@ -60,6 +61,7 @@ def _steps(run: RlRun, stop: StopRequests, logger: RlLogger) -> None:
     """Raises Interrupted, with the run as it was after its last step, for a signal while it generates."""
     state, training = run.state, run.config.training
     publish(run)
+    logger.probe(probe(run))
     if state.iteration == 0 and run.config.evaluation.before_training:
         logger.evaluation(evaluate(run))
     while state.iteration < training.train_iters:

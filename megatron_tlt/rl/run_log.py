@@ -76,6 +76,12 @@ class RlLogger:
             self.say(evaluation_line(metrics, iteration=self._state.iteration))
             self._write("eval", metrics)
 
+    def probe(self, metrics: Mapping[str, float]) -> None:
+        if metrics:
+            values = " | ".join(f"{name}: {value:.3g}" for name, value in metrics.items())
+            self.say(f" engine probed before the first step | {values} |")
+            self._write("probe", metrics)
+
     def saved(self, folder: str, seconds: float) -> None:
         iteration = self._state.iteration
         self.say(f" saved checkpoint of iteration {iteration} to {folder} in {seconds:.2f} s")

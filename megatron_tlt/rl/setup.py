@@ -24,7 +24,6 @@ from megatron_tlt.rl.timeline import Timeline, timeline_path
 from megatron_tlt.rl.trainer import PolicyTrainer, copy_weights
 from megatron_tlt.rl.weight_sync import WeightPublisher
 from megatron_tlt.rollout.engine import RolloutEngine
-from megatron_tlt.rollout.tuner import BanditTuner, StrategyPolicy
 from megatron_tlt.train.checkpoint import (
     CheckpointSaver,
     TrainState,
@@ -52,7 +51,6 @@ class RlRun:
     clock: PhaseClock
     cursor: PromptCursor
     predictor: LengthPredictor
-    tuner: StrategyPolicy
     engine: RolloutEngine | None
     publisher: WeightPublisher | None
     collector: Collector | None
@@ -144,11 +142,10 @@ def build_run(config: RlConfig, parallel: Parallel) -> RlRun:
     cursor = PromptCursor(size=len(train), seed=training.seed, shuffle=config.data.shuffle)
     timeline = Timeline(rank=parallel.rank, path=timeline_path(config.log_dir, parallel.rank))
     clock = PhaseClock(budget_bytes=training.memory_budget_gib * _GIB, timeline=timeline)
-    tuner = build_tuner(config)
     run = RlRun(
         config=config, parallel=parallel, tokenizer=tokenizer, policy=policy,
         trainer=_build_trainer(config, parallel, policy), clock=clock, cursor=cursor,
-        predictor=LengthPredictor(), tuner=tuner, engine=None, publisher=None, collector=None,
+        predictor=LengthPredictor(), engine=None, publisher=None, collector=None,
         evaluator=None, drafting=NoDrafting(), saver=_build_saver(config, parallel),
         state=_fresh_state(config, source, tokenizer, policy),
     )  # fmt: skip
@@ -156,9 +153,8 @@ def build_run(config: RlConfig, parallel: Parallel) -> RlRun:
         _restore(run, source)
     if not config.debug_train_only:
         _add_engine(run, train, sets, longest=longest)
-    saved = run.state.data.get("drafter")
-    if source.resumes and saved and isinstance(run.drafting, SpotDrafting):
-        run.drafting.load(saved, source.folder)
+    if source.resumes and run.engine is not None:
+        _restore_speculation(run, source)
     return run
 
 
@@ -212,17 +208,13 @@ def _fresh_state(
 
 
 def _restore(run: RlRun, source: Source) -> None:
-    """Counters, prompt cursor, learning-rate position, reference, tuner and length history of a checkpoint.
+    """Counters, prompt cursor, learning-rate position, reference and length history of a checkpoint.
 
     Raises ValueError when the prompts are others than those that were consumed.
     """
     saved = source.state
     run.cursor.load_state_dict(saved.data["cursor"])
     run.predictor.load_state_dict(saved.data["lengths"])
-    tuners = saved.data["tuners"]
-    if isinstance(run.tuner, BanditTuner) and tuners:
-        replica = Replica.of(run.parallel)
-        run.tuner.load_state_dict(tuners[replica.index % len(tuners)])
     run.trainer.scheduler.step(increment=int(saved.scheduler["num_steps"]))
     run.reference_iteration = saved.data["reference"]
     if run.trainer.reference is not None:
@@ -232,15 +224,27 @@ def _restore(run: RlRun, source: Source) -> None:
     run.state.config = fresh.config
 
 
+def _restore_speculation(run: RlRun, source: Source) -> None:
+    """What the engine's bandit has learned, and the drafter."""
+    tuners, drafter = run.state.data["tuners"], run.state.data["drafter"]
+    if tuners:
+        run.engine.load_tuner_state(tuners[Replica.of(run.parallel).index % len(tuners)])
+    if drafter and isinstance(run.drafting, SpotDrafting):
+        run.drafting.load(drafter, source.folder)
+
+
 def state_to_save(run: RlRun) -> TrainState:
     """The run's state with all that a resume needs; collective over the world."""
-    tuner = [run.tuner.state_dict()] if isinstance(run.tuner, BanditTuner) else []
+    tuners = run.state.data.get("tuners", [])  # of a run without an engine
+    if run.engine is not None:
+        learned = run.engine.tuner_state()
+        tuners = gather_everywhere([learned] if learned else [], run.parallel)
     run.state.scheduler = run.trainer.scheduler.state_dict()
     run.state.data = {
         "stage": "rl",
         "cursor": run.cursor.state_dict(),
         "lengths": run.predictor.state_dict(),
-        "tuners": gather_everywhere(tuner, run.parallel),
+        "tuners": tuners,
         "reference": run.reference_iteration,
         "drafter": run.drafting.state_dict(),
     }
@@ -257,7 +261,7 @@ def _add_engine(
     if config.drafts:
         drafter = build_drafter(config.drafter, target, seed=config.training.seed)
     run.engine = build_engine(
-        config, parallel, target, max_model_len=longest, policy=run.tuner,
+        config, parallel, target, max_model_len=longest, policy=build_tuner(config),
         drafter=None if drafter is None else drafter.config,
     )  # fmt: skip
     if drafter is not None:

@@ -67,13 +67,7 @@ class PolicyTrainer:
         """
         shards, metrics = batch.shards, {}
         if not self.scores_while_updating(batch):
-            with gathered_parameters(self.chunks):
-                scored = self._forward(self.chunks, shards)
-            for shard in shards:
-                shard.old_log_probs = shard.entropy = torch.zeros_like(shard.mask)
-            for shard, (log_probs, entropy) in zip(shards, scored):
-                shard.old_log_probs, shard.entropy = log_probs, entropy
-            metrics = self._score_metrics(shards if scored else [])
+            metrics = self.compare(batch)
             check_mismatch(metrics, threshold=self.config.max_logprob_diff)
         if self.reference is not None:
             for shard in shards:
@@ -81,6 +75,18 @@ class PolicyTrainer:
             for shard, (log_probs, _) in zip(shards, self._forward(self.reference, shards)):
                 shard.ref_log_probs = log_probs
         return metrics
+
+    def compare(self, batch: TrainBatch) -> Metrics:
+        """Fill old log-probabilities by a forward pass; how they compare with the engine's. Collective over
+        the world."""
+        shards = batch.shards
+        with gathered_parameters(self.chunks):
+            scored = self._forward(self.chunks, shards)
+        for shard in shards:
+            shard.old_log_probs = shard.entropy = torch.zeros_like(shard.mask)
+        for shard, (log_probs, entropy) in zip(shards, scored):
+            shard.old_log_probs, shard.entropy = log_probs, entropy
+        return self._score_metrics(shards if scored else [])
 
     def scores_while_updating(self, batch: TrainBatch) -> bool:
         """Whether old and new policy are the same in the only forward pass of the step.

@@ -1,7 +1,7 @@
 """What the RL loop sees of a rollout engine: tokens in, tokens out."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -71,6 +71,12 @@ class RolloutEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the newest step records."""
+
+    def tuner_state(self) -> dict[str, Any]:
+        """What the bandit that chooses strategies has learned (`BanditTuner.state_dict`); {} without one."""
+
+    def load_tuner_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `tuner_state` at the next step; arms that this engine has not are dropped."""
 
 
 def check_prompt(

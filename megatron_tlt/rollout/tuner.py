@@ -157,11 +157,6 @@ class BanditTuner:
         window = self.rewards.setdefault(key, deque(maxlen=self.config.window))
         window.append(tokens / max(seconds, 1e-9))
 
-    def forget(self, drafters: Collection[str]) -> None:
-        """Try the arms of these drafters anew: they are no longer what was measured."""
-        gone = {str(arm) for arms in self.arms for arm in arms if arm.drafter in drafters}
-        self.rewards = {key: rewards for key, rewards in self.rewards.items() if key[1] not in gone}
-
     def state_dict(self) -> dict[str, Any]:
         """Plain lists and numbers: may be written as JSON."""
         return {
@@ -180,3 +175,9 @@ class BanditTuner:
             if (bucket, name) in known
         }
         self.current = {b: known[b, name] for b, name in state["current"] if (b, name) in known}
+
+
+def forget_arms(state: Mapping[str, Any], drafters: Collection[str]) -> dict[str, Any]:
+    """A bandit's `state_dict` without what it measured of these drafters: they are tried anew."""
+    kept = [entry for entry in state["rewards"] if entry[1].split("_")[0] not in drafters]
+    return {**state, "rewards": kept}

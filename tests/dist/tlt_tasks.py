@@ -27,7 +27,7 @@ def state_of(run) -> dict:
         "lessons": drafting.buffer.digest(),
         "version": (drafting.version, drafting.lessons_version, drafting.tried_at),
         "trigger": drafting.trigger.state_dict(),
-        "tuner": run.tuner.state_dict(),
+        "tuner": run.engine.tuner_state(),
     }
 
 

@@ -41,6 +41,7 @@ def train_and_compare(root: Path, dies_in: int | None) -> dict:
         "restarts": run.engine.restarts,
         "draft_version": run.drafting.version,
         "metrics": read_metrics(root),
+        "probes": read_metrics(root, kind="probe"),
     }
 
 

@@ -9,7 +9,7 @@ from megatron_tlt.models.drafter import Drafter, DrafterConfig
 from megatron_tlt.rollout.checksum import weights_checksum
 from megatron_tlt.rollout.sglang import answers
 from megatron_tlt.rollout.sglang.probe import probe_engine
-from megatron_tlt.types import SamplingParams
+from megatron_tlt.types import Rollout, SamplingParams
 from tests.sglang.models import (
     CHAIN,
     NGRAM,
@@ -67,15 +67,17 @@ def test_the_probe_names_a_draft_that_does_not_fit_and_a_target_that_is_another(
     engine, model, drafter = exact
     tokens = PROMPTS[2].tokens
 
-    def log_probs(ids: tuple[int, ...]) -> list[float]:
+    def difference(rollout: Rollout) -> float:
+        ids = torch.tensor([rollout.prompt_tokens + rollout.tokens])
         with torch.no_grad():
-            rows = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
-        return [float(rows[i, ids[i + 1]]) for i in range(len(ids) - 1)]
+            rows = torch.log_softmax(model(ids).logits[0, :-1].float(), -1)
+        found = rows.gather(1, ids[0, 1:, None])[len(rollout.prompt_tokens) - 1 :, 0]
+        return float((found - torch.tensor(rollout.log_probs)).abs().max())
 
-    report = probe_engine(engine, tokens, log_probs=log_probs, min_accept_length=3.9)
+    report = probe_engine(engine, tokens, difference=difference, min_accept_length=3.9)
     assert report["accept_length"] == STEPS + 1 and report["max_log_prob_diff"] < 1e-4
     with pytest.raises(ValueError, match="differ by up to 1"):
-        probe_engine(engine, tokens, log_probs=lambda ids: [x - 1.0 for x in log_probs(ids)])
+        probe_engine(engine, tokens, difference=lambda rollout: difference(rollout) + 1.0)
     engine.update_weights("draft", bad(drafter).items(), version=2)
     with pytest.raises(ValueError, match="drafts are hardly ever accepted"):
         probe_engine(engine, tokens, min_accept_length=1.5)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from megatron_tlt.rollout.sglang.config import SglangConfig
 from megatron_tlt.rollout.sglang.plugin import BanditSteps, verify_uses_greedy
+from megatron_tlt.rollout.tuner import forget_arms
 from megatron_tlt.types import SamplingParams
 from tests.sglang.models import (
     CHAIN,
@@ -35,7 +37,7 @@ def test_changing_steps_change_no_token_and_the_bandit_learns(engine, pair):
     params = SamplingParams(temperature=0, max_tokens=100)
     rollouts = engine.generate(PROMPTS, params)
     assert tokens_of(rollouts) == tokens_of(native_engine(pair[0]).generate(PROMPTS, params))
-    state = engine.bandit_state()
+    state = engine.tuner_state()
     tried = {name for _, name, rewards in state["rewards"] if rewards}
     assert tried == {"off", "eagle_1_1_2", "eagle_3_1_4"}
 
@@ -85,6 +87,25 @@ def test_the_policy_chooses_by_measured_speed_and_resumes(tmp_path):
     assert [again.get_steps_for_batch(2) for _ in range(5)].count(3) >= 4
     policy.set_cuda_graph_bs([1, 2, 4])
     assert policy.cuda_graph_bs_for_step(0) == [1, 2, 4]
+
+
+def test_the_trainer_reads_and_replaces_what_the_bandit_inside_has_learned(engine, pair):
+    params = SamplingParams(temperature=0, max_tokens=60)
+    engine.generate(PROMPTS, params)
+    learned = engine.tuner_state()
+    engine.load_tuner_state(forget_arms(learned, ["eagle"]) | {"decisions": 1_000_010})
+    assert engine.tuner_state()["decisions"] == 1_000_010  # read back before a step, too
+    rollouts = engine.generate(PROMPTS, params)
+    assert tokens_of(rollouts) == tokens_of(native_engine(pair[0]).generate(PROMPTS, params))
+    state = engine.tuner_state()
+    assert 1_000_010 < state["decisions"] < 1_001_010
+    few = {name: len(rewards) for _, name, rewards in state["rewards"]}
+    assert few["eagle_3_1_4"] <= state["decisions"] - 1_000_010
+
+
+def test_processes_that_would_choose_by_clocks_of_their_own_are_refused():
+    with pytest.raises(ValueError, match="adaptive_steps=.* with tp_size=2"):
+        SglangConfig(strategy=CHAIN, adaptive_steps=STEPS, tp_size=2)
 
 
 def test_only_greedy_requests_are_verified_greedily():

@@ -22,5 +22,7 @@ def test_engines_hold_the_trainers_weights_after_each_step_and_a_lost_one_costs_
     assert [r["restarts"] for r in results] == [1, 0]
     assert results[0]["draft_version"] == results[1]["draft_version"] == STEPS
     metrics = results[0]["metrics"]
+    (probe,) = results[0]["probes"]
+    assert probe["max_log_prob_diff"] < 1e-3 and probe["accept_length"] >= 1
     assert len(metrics) == STEPS and all(m["draft/num_updates"] >= 2 for m in metrics)
     record_property("rl_steps", STEPS)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_tlt.rollout.tuner import BanditTuner, FixedPolicy, TunerConfig
+from megatron_tlt.rollout.tuner import BanditTuner, FixedPolicy, TunerConfig, forget_arms
 from megatron_tlt.types import OFF, Strategy
 
 ARMS = [
@@ -76,6 +76,15 @@ def test_saved_state_continues_the_same_choices():
     _play(one, speeds, steps=100)
     two.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert [one.select(1) for _ in range(200)] == [two.select(1) for _ in range(200)]
+
+
+def test_forgotten_arms_are_tried_anew_and_the_others_keep_what_was_measured():
+    tuner = BanditTuner(ARMS)
+    _play(tuner, dict(zip(ARMS, (80.0, 100.0, 60.0), strict=True)), steps=100)
+    before = tuner.estimate(0, OFF), tuner.estimate(0, ARMS[1])
+    tuner.load_state_dict(forget_arms(tuner.state_dict(), ["subnet", "eagle"]))
+    assert (tuner.estimate(0, OFF), tuner.estimate(0, ARMS[1])) == before
+    assert tuner.estimate(0, ARMS[2]) is None and tuner.select(1) == ARMS[2]
 
 
 def test_the_elastic_switch_goes_both_ways():

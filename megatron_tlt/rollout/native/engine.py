@@ -24,7 +24,7 @@ from megatron_tlt.rollout.native.speculation import Speculation
 from megatron_tlt.rollout.native.verify import StepOutput, draw, step
 from megatron_tlt.rollout.native.weights import DraftLoader, WeightLoader
 from megatron_tlt.rollout.ngram import NgramStore
-from megatron_tlt.rollout.tuner import FixedPolicy, StepContext, StrategyPolicy
+from megatron_tlt.rollout.tuner import BanditTuner, FixedPolicy, StepContext, StrategyPolicy
 from megatron_tlt.types import EngineStats, FeatureSample, Prompt, Rollout, SamplingParams
 
 
@@ -208,6 +208,13 @@ class NativeEngine:
         self.recorder.preemptions = self.scheduler.preemptions
         return self.recorder.stats()
 
+    def tuner_state(self) -> dict[str, Any]:
+        return self.policy.state_dict() if isinstance(self.policy, BanditTuner) else {}
+
+    def load_tuner_state(self, state: Mapping[str, Any]) -> None:
+        if isinstance(self.policy, BanditTuner):
+            self.policy.load_state_dict(state)
+
     @torch.inference_mode()
     def _step(self) -> list[Rollout]:
         """Admit, then decode every running request once; the responses that ended."""
@@ -321,12 +328,8 @@ class NativeEngine:
         if sampling.repetition_penalty is not None:
             blank = torch.zeros_like(logits[0], dtype=torch.bool)
             seen = torch.stack([blank if r.seen is None else r.seen for r in fresh])
-        tokens, log_probs = draw(
-            logits, sampling, seeds=seeds, counters=torch.zeros_like(seeds), seen=seen
-        )
-        for request, token, log_prob in zip(
-            fresh, tokens.tolist(), log_probs.tolist(), strict=True
-        ):
+        tokens, log_probs = draw(logits, sampling, seeds=seeds, counters=torch.zeros_like(seeds), seen=seen)
+        for request, token, log_prob in zip(fresh, tokens.tolist(), log_probs.tolist(), strict=True):
             request.emit([token], [log_prob], version=self.version, decode=self.text)
 
     def _release_finished(self) -> list[Rollout]:

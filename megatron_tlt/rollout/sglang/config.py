@@ -56,6 +56,11 @@ class SglangConfig:
                 f"adaptive_steps={self.adaptive_steps} with strategy {self.strategy}: SGLang 0.5.21 changes "
                 "steps of eagle chains (topk=1) only, and starts with num_steps, which must be among them"
             )
+        if self.adaptive_steps and self.tp_size > 1:
+            raise ValueError(
+                f"adaptive_steps={self.adaptive_steps} with tp_size={self.tp_size}: each process would "
+                "choose by its own clock, and they must agree; use tp_size 1, or fixed steps"
+            )
         if self.strategy.drafter not in ("off", "eagle", "ngram"):
             raise ValueError(
                 f"SGLang has no drafter {self.strategy.drafter!r}: choose off, eagle or ngram"
@@ -85,8 +90,8 @@ ENVIRONMENT = {
     "cuda": {PLUGIN_VARIABLE: "1"},
 }
 """Variables of the engine's process."""
-BANDIT_FILE, STEPS_FILE = "bandit.json", "adaptive.json"
-"""State of the bandit inside SGLang, and its candidates in SGLang's form."""
+BANDIT_FILE, ORDER_FILE, STEPS_FILE = "bandit.json", "bandit_order.json", "adaptive.json"
+"""State of the bandit inside SGLang, one that it is to go on from, and its candidates in SGLang's form."""
 
 
 def engine_arguments(

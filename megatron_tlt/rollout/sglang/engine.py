@@ -32,6 +32,7 @@ from megatron_tlt.rollout.sglang.answers import (
 from megatron_tlt.rollout.sglang.config import (
     BANDIT_FILE,
     ENVIRONMENT,
+    ORDER_FILE,
     STEPS_FILE,
     SglangConfig,
     engine_arguments,
@@ -252,10 +253,17 @@ class SglangEngine:
         kind = str(self.config.dtype).removeprefix("torch.")
         return self.process.call("checksum", shapes=self.store.shapes("target"), dtype=kind)
 
-    def bandit_state(self) -> dict[str, Any]:
-        """`BanditTuner.state_dict` of the bandit inside SGLang, at most 20 steps old; empty before that."""
-        path = Path(self._room.name) / BANDIT_FILE
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    def tuner_state(self) -> dict[str, Any]:
+        """As the Protocol says, of the bandit inside SGLang and at most 20 steps old; {} before that."""
+        for name in (ORDER_FILE, BANDIT_FILE):
+            path = Path(self._room.name) / name
+            if path.exists():
+                return json.loads(path.read_text(encoding="utf-8"))
+        return {}
+
+    def load_tuner_state(self, state: Mapping[str, Any]) -> None:
+        if self.config.adaptive_steps:
+            write_json(Path(self._room.name) / ORDER_FILE, dict(state))
 
     def check_health(self) -> dict[str, Any]:
         """Version and processes, from the engine itself. Raises EngineDied."""

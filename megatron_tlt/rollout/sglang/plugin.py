@@ -14,7 +14,7 @@ from pathlib import Path
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megatron_tlt.files import write_json
-from megatron_tlt.rollout.sglang.config import BANDIT_FILE, PLUGIN_VARIABLE
+from megatron_tlt.rollout.sglang.config import BANDIT_FILE, ORDER_FILE, PLUGIN_VARIABLE
 from megatron_tlt.rollout.tuner import BanditTuner
 from megatron_tlt.types import OFF, Strategy
 
@@ -40,14 +40,17 @@ class BanditSteps:
 
     SGLang asks before each step and tells the accepted drafts after it; the time in between is the step's.
     `cfg_path`: SGLang's own form, candidates under "1". The bandit's state stands in `bandit.json` beside it:
-    read at the start, written every 20 steps.
+    read at the start, written every 20 steps. A state in `bandit_order.json`, which the trainer writes, takes
+    its place before the next step.
     """
 
     def __init__(self, initial_steps: int, cfg_path: str) -> None:
         config = json.loads(Path(cfg_path).read_text(encoding="utf-8"))
         self.candidate_steps: list[int] = sorted(config["1"]["candidate_steps"])
         self.tuner = BanditTuner([strategy_of(steps) for steps in self.candidate_steps])
-        self.state_path = Path(cfg_path).with_name(BANDIT_FILE)
+        self.state_path, self.order_path = (
+            Path(cfg_path).with_name(name) for name in (BANDIT_FILE, ORDER_FILE)
+        )
         if self.state_path.exists():
             self.tuner.load_state_dict(json.loads(self.state_path.read_text(encoding="utf-8")))
         self._graphs: list[int] | None = None
@@ -61,6 +64,11 @@ class BanditSteps:
         return self._graphs
 
     def get_steps_for_batch(self, batch_size: int) -> int:
+        if self.order_path.exists():
+            # Renamed first: an order that comes while this one is read is not lost.
+            taken = self.order_path.replace(self.order_path.with_suffix(".taken"))
+            self.tuner.load_state_dict(json.loads(taken.read_text(encoding="utf-8")))
+            write_json(self.state_path, self.tuner.state_dict())
         self._chosen, self._began = self.tuner.select(batch_size), time.perf_counter()
         return self._chosen.num_steps
 

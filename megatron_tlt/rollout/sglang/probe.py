@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from megatron_tlt.rollout.sglang.engine import SglangEngine
-from megatron_tlt.types import Prompt, SamplingParams
+from megatron_tlt.types import Prompt, Rollout, SamplingParams
 
 _PROBE_ID = -1
 
@@ -12,25 +12,23 @@ def probe_engine(
     engine: SglangEngine,
     tokens: Sequence[int],
     *,
-    log_probs: Callable[[tuple[int, ...]], list[float]] | None = None,
-    max_tokens: int = 32,
+    difference: Callable[[Rollout], float] | None = None,
+    params: SamplingParams = SamplingParams(temperature=0, max_tokens=32),
     max_log_prob_diff: float = 1e-2,
     min_accept_length: float = 1.0,
 ) -> dict[str, float]:
-    """Continue one prompt greedily: {"accept_length", "max_log_prob_diff"}, each where it was looked at.
+    """Continue one prompt: {"accept_length", "max_log_prob_diff"}, each where it was looked at.
 
-    `log_probs` gives the trainer's log-probability of each token of a sequence but the first. A drafter that
-    has been trained should be held to `min_accept_length` above 1 (1, as of a fresh one: nothing accepted).
-    Raises ValueError that says what to look for.
+    `difference`: the largest one, at a token, between the response's log-probability and the trainer's. A
+    drafter that has been trained should be held to `min_accept_length` above 1 (1, as of a fresh one: nothing
+    accepted). Raises ValueError that says what to look for.
     """
     prompt = Prompt(prompt_id=_PROBE_ID, tokens=tuple(tokens))
-    (rollout,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=max_tokens))
+    (rollout,) = engine.generate([prompt], params)
     report: dict[str, float] = {}
-    if log_probs is not None:
-        wanted = log_probs(prompt.tokens + rollout.tokens)[len(prompt.tokens) - 1 :]
-        worst = max(abs(a - b) for a, b in zip(rollout.log_probs, wanted, strict=True))
-        report["max_log_prob_diff"] = worst
-        if worst > max_log_prob_diff:
+    if difference is not None:
+        worst = report["max_log_prob_diff"] = difference(rollout)
+        if not worst <= max_log_prob_diff:
             raise ValueError(
                 f"log-probabilities of SGLang and trainer differ by up to {worst:.3g} (allowed "
                 f"{max_log_prob_diff:g}): other weights, rope_theta, rope_scaling, norm epsilon or dtype"
