@@ -30,13 +30,14 @@ from megatron_tlt.rl.draft_report import (
 from megatron_tlt.rl.timeline import Timeline
 from megatron_tlt.rollout.native.engine import NativeEngine
 from megatron_tlt.rollout.sglang.engine import SglangEngine
+from megatron_tlt.rollout.sglang.shared import SharedEngine
 from megatron_tlt.rollout.tuner import forget_arms
 
 import torch
 import torch.distributed as dist
 
 Metrics = dict[str, float]
-DraftingEngine = NativeEngine | SglangEngine
+DraftingEngine = NativeEngine | SglangEngine | SharedEngine
 # Between two looks at the counter while there is nothing to do; a store serves some 10,000 looks a second.
 _POLL_S, _POLL_S_PER_RANK = 1e-3, 1e-4
 # The trained drafter's arms are tried anew when what it brings on its lessons has changed by this much.

@@ -10,8 +10,11 @@ from megatron_tlt.rl.config import RlConfig
 from megatron_tlt.rollout.engine import RolloutEngine
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
 from megatron_tlt.rollout.native.model import TensorParallel
+from megatron_tlt.rollout.native.shape import shape_from_hf
 from megatron_tlt.rollout.sglang.config import SglangConfig
 from megatron_tlt.rollout.sglang.engine import SglangEngine
+from megatron_tlt.rollout.sglang.shared import SharedEngine
+from megatron_tlt.rollout.sglang.store import TargetTables
 from megatron_tlt.rollout.tuner import StrategyPolicy
 from megatron_tlt.types import OFF, Strategy
 
@@ -41,28 +44,35 @@ def build_engine(
             policy=policy,
             drafter=drafter,
         )
-    if parallel.config.tensor_model_parallel_size > 1:
-        raise ValueError(
-            f"rollout.engine=sglang with tensor_model_parallel_size="
-            f"{parallel.config.tensor_model_parallel_size}: an engine over several ranks is not built; "
-            "use 1, or rollout.engine native"
-        )
-    return SglangEngine(
-        target,
-        SglangConfig(
-            max_model_len=max_model_len, max_running_requests=rollout.max_running_requests,
-            dtype=config.training.params_dtype, seed=config.training.seed + parallel.rank,
-            bucket_bytes=rollout.sync_bucket_mib * 2**20,
-            arguments={"enable_memory_saver": rollout.offloads} | rollout.sglang,
-            strategy=OFF if drafter is None else _CHAIN,
-            adaptive_steps=() if drafter is None else _STEPS,
-        ),
-        device="cuda" if device.is_cuda() else "cpu",
-        drafter=drafter,
+    tp = parallel.groups.tp
+    if tp.rank() > 0:
+        return SharedEngine(None, tp, tables=TargetTables(shape_from_hf(target)))
+    engine = SglangEngine(
+        target, _sglang_config(config, parallel, max_model_len=max_model_len, drafts=drafter is not None),
+        device="cuda" if device.is_cuda() else "cpu", drafter=drafter,
+    )  # fmt: skip
+    return engine if tp.size() == 1 else SharedEngine(engine, tp)
+
+
+def _sglang_config(
+    config: RlConfig, parallel: Parallel, *, max_model_len: int, drafts: bool
+) -> SglangConfig:
+    """Of the engine of this rank's tensor-parallel group; on GPUs it takes those of the group's ranks, which
+    torchrun numbers one after the other."""
+    rollout = config.rollout
+    arguments = {"enable_memory_saver": rollout.offloads}
+    if device.is_cuda():
+        arguments["base_gpu_id"] = device.device().index
+    return SglangConfig(
+        max_model_len=max_model_len, max_running_requests=rollout.max_running_requests,
+        tp_size=parallel.groups.tp.size(), dtype=config.training.params_dtype,
+        seed=config.training.seed + parallel.rank, bucket_bytes=rollout.sync_bucket_mib * 2**20,
+        arguments=arguments | rollout.sglang, strategy=_CHAIN if drafts else OFF,
+        adaptive_steps=_STEPS if drafts else (),
     )  # fmt: skip
 
 
 def close_engine(engine: RolloutEngine | None) -> None:
     """End the process of an engine that has one."""
-    if isinstance(engine, SglangEngine):
+    if isinstance(engine, SglangEngine | SharedEngine):
         engine.close()

@@ -9,6 +9,7 @@ from megatron_tlt.rl.schedule import Replica, gather_everywhere
 from megatron_tlt.rl.setup import RlRun
 from megatron_tlt.rollout.sglang.engine import SglangEngine
 from megatron_tlt.rollout.sglang.probe import probe_engine
+from megatron_tlt.rollout.sglang.shared import SharedEngine
 from megatron_tlt.types import Rollout
 
 import torch
@@ -25,7 +26,7 @@ def probe(run: RlRun) -> dict[str, float]:
     A drafter that was trained elsewhere (`drafter.path`) must have drafts accepted. Collective over the
     world. Raises ValueError that says what does not fit.
     """
-    if not isinstance(run.engine, SglangEngine):
+    if not isinstance(run.engine, SglangEngine | SharedEngine):
         return {}
     records = run.collector.prompts.records
     prompt = records[Replica.of(run.parallel).index % len(records)].prompt

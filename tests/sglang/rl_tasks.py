@@ -4,12 +4,40 @@ import os
 import signal
 from pathlib import Path
 
+import torch
+
 from megatron_tlt.rl.loop import train
 from megatron_tlt.rl.setup import RlRun
 from megatron_tlt.rollout.checksum import weights_checksum
-from tests.dist.rl_tasks import ONE, read_metrics, start, weights_of
+from tests.dist.rl_tasks import ONE, TP2, read_metrics, start, weights_of
 
 STEPS = 3
+
+
+def train_on_one_engine(root: Path) -> dict:
+    """As `train_and_compare`, but both ranks cut the model and share an engine over two processes."""
+    sections = dict(
+        RolloutConfig={"engine": "sglang", "check_weight_update": True},
+        RlTrainingConfig={"train_iters": 2},
+        DraftingConfig={"min_updates": 1},
+        speculation="tlt",
+        AlgorithmConfig={"max_logprob_diff": 1e-3},
+    )
+    run = start(Path(root), TP2, **sections)
+    state = train(run)
+    embedding, head = run.engine.tables()
+    weights = weights_of(run)
+    return {
+        "iteration": state.iteration,
+        "has_engine": run.engine.engine is not None,
+        "tables": [
+            torch.equal(embedding, weights["model.embed_tokens.weight"]),
+            torch.equal(head, weights["lm_head.weight"]),
+        ],
+        "drafter": weights_checksum(run.drafting.drafter.state_dict().items()),
+        "metrics": read_metrics(root),
+        "probes": read_metrics(root, kind="probe"),
+    }
 
 
 def train_and_compare(root: Path, dies_in: int | None) -> dict:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_tlt.rollout.sglang.config import SglangConfig
 from megatron_tlt.rollout.sglang.plugin import BanditSteps, verify_uses_greedy
 from megatron_tlt.rollout.tuner import forget_arms
 from megatron_tlt.types import SamplingParams
@@ -101,11 +100,6 @@ def test_the_trainer_reads_and_replaces_what_the_bandit_inside_has_learned(engin
     assert 1_000_010 < state["decisions"] < 1_001_010
     few = {name: len(rewards) for _, name, rewards in state["rewards"]}
     assert few["eagle_3_1_4"] <= state["decisions"] - 1_000_010
-
-
-def test_processes_that_would_choose_by_clocks_of_their_own_are_refused():
-    with pytest.raises(ValueError, match="adaptive_steps=.* with tp_size=2"):
-        SglangConfig(strategy=CHAIN, adaptive_steps=STEPS, tp_size=2)
 
 
 def test_only_greedy_requests_are_verified_greedily():

@@ -1,5 +1,6 @@
 """What the SGLang engine is told, and the arguments of `sglang.Engine` that follow from it."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,6 @@ class SglangConfig:
                 f"adaptive_steps={self.adaptive_steps} with strategy {self.strategy}: SGLang 0.5.21 changes "
                 "steps of eagle chains (topk=1) only, and starts with num_steps, which must be among them"
             )
-        if self.adaptive_steps and self.tp_size > 1:
-            raise ValueError(
-                f"adaptive_steps={self.adaptive_steps} with tp_size={self.tp_size}: each process would "
-                "choose by its own clock, and they must agree; use tp_size 1, or fixed steps"
-            )
         if self.strategy.drafter not in ("off", "eagle", "ngram"):
             raise ValueError(
                 f"SGLang has no drafter {self.strategy.drafter!r}: choose off, eagle or ngram"
@@ -85,13 +81,22 @@ _CPU = {
 _CPU_SPECULATION = {"prefill_attention_backend": "intel_amx", "decode_attention_backend": "intel_amx"}
 PLUGIN_VARIABLE = "MEGATRON_TLT_SGLANG"
 """Switches our plugin on in SGLang's processes."""
-ENVIRONMENT = {
-    "cpu": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", PLUGIN_VARIABLE: "1"},
-    "cuda": {PLUGIN_VARIABLE: "1"},
-}
-"""Variables of the engine's process."""
+_CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 BANDIT_FILE, ORDER_FILE, STEPS_FILE = "bandit.json", "bandit_order.json", "adaptive.json"
 """State of the bandit inside SGLang, one that it is to go on from, and its candidates in SGLang's form."""
+
+
+def engine_environment(config: SglangConfig, *, device: str) -> dict[str, str]:
+    """Variables of the engine's process."""
+    if device == "cuda":
+        return {PLUGIN_VARIABLE: "1"}
+    found = {PLUGIN_VARIABLE: "1"} | _CPU_ENVIRONMENT
+    if config.tp_size > 1 and _CORES not in os.environ:  # SGLang wants a NUMA node each, or to be told
+        cores = sorted(os.sched_getaffinity(0))
+        chosen = [cores[i * len(cores) // config.tp_size] for i in range(config.tp_size)]
+        found[_CORES] = "|".join(map(str, chosen))
+    return found
 
 
 def engine_arguments(

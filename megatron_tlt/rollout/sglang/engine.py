@@ -31,11 +31,11 @@ from megatron_tlt.rollout.sglang.answers import (
 )
 from megatron_tlt.rollout.sglang.config import (
     BANDIT_FILE,
-    ENVIRONMENT,
     ORDER_FILE,
     STEPS_FILE,
     SglangConfig,
     engine_arguments,
+    engine_environment,
 )
 from megatron_tlt.rollout.sglang.process import EngineDied, EngineProcess, check_installed
 from megatron_tlt.rollout.sglang.store import WeightStore
@@ -241,7 +241,7 @@ class SglangEngine:
 
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's embedding and head `[v, h]` on the host, for a drafter to share; updates fill them."""
-        return self.store.embedding, self.store.head
+        return self.store.tables.pair()
 
     def take_acceptance(self) -> Counts:
         """Drafts since the last call; SGLang counts by request, not by position."""
@@ -280,8 +280,9 @@ class SglangEngine:
             steps = {"candidate_steps": sorted(self.config.adaptive_steps)}
             write_json(Path(self._room.name) / STEPS_FILE, {"1": steps})
         self.process = EngineProcess(
-            arguments, environment=ENVIRONMENT[self.device], timeout_s=self.config.timeout_s
-        )
+            arguments, environment=engine_environment(self.config, device=self.device),
+            timeout_s=self.config.timeout_s,
+        )  # fmt: skip
         self._holds_memory = True
         if self.paused:
             self.process.call("pause")

@@ -8,6 +8,8 @@ safetensors. When the other end of the pipe closes, the engine and this process 
 import asyncio
 import json
 import os
+import select
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -192,11 +194,22 @@ def _save_states(states: list[Any], path: str) -> None:
     save_file({"prompt": rows[0].contiguous(), "decoded": torch.cat(rows[1:] or [rows[0][:0]])}, path)
 
 
+def _end_with_trainer(fd: int, started: threading.Event) -> None:
+    """A trainer that ends while the engine starts takes it along: nobody reads the pipe before."""
+    poller = select.poll()
+    poller.register(fd, 0)  # a hang-up is told without being asked for
+    while not started.is_set():
+        if poller.poll(1000) and not started.is_set():
+            os.killpg(0, signal.SIGKILL)  # this process leads its session
+
+
 def main() -> None:
     """Start the engine as the first message says, answer it, then serve."""
-    pipe = Connection(int(sys.argv[1]))
+    pipe, started = Connection(int(sys.argv[1])), threading.Event()
     first = json.loads(pipe.recv_bytes())
+    threading.Thread(target=_end_with_trainer, args=(pipe.fileno(), started), daemon=True).start()
     engine = sglang.Engine(**first["arguments"])
+    started.set()
     host = Host(engine, pipe, tp_size=first["arguments"]["tp_size"])
     pipe.send_bytes(json.dumps({"id": first["id"], "value": os.getpid()}).encode())
     host.serve()

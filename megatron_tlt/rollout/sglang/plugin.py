@@ -11,6 +11,8 @@ import os
 import time
 from pathlib import Path
 
+import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megatron_tlt.files import write_json
@@ -41,7 +43,8 @@ class BanditSteps:
     SGLang asks before each step and tells the accepted drafts after it; the time in between is the step's.
     `cfg_path`: SGLang's own form, candidates under "1". The bandit's state stands in `bandit.json` beside it:
     read at the start, written every 20 steps. A state in `bandit_order.json`, which the trainer writes, takes
-    its place before the next step.
+    its place before the next step. With tensor parallelism the first process chooses for all: each has a
+    clock of its own, and they must not differ.
     """
 
     def __init__(self, initial_steps: int, cfg_path: str) -> None:
@@ -54,7 +57,7 @@ class BanditSteps:
         if self.state_path.exists():
             self.tuner.load_state_dict(json.loads(self.state_path.read_text(encoding="utf-8")))
         self._graphs: list[int] | None = None
-        self._chosen, self._began = OFF, time.perf_counter()
+        self._chosen, self._leads, self._began = OFF, True, time.perf_counter()
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
         self._graphs = cuda_graph_bs
@@ -64,15 +67,21 @@ class BanditSteps:
         return self._graphs
 
     def get_steps_for_batch(self, batch_size: int) -> int:
-        if self.order_path.exists():
+        group = tensor_parallel_group()
+        leads = group is None or group.rank_in_group == 0
+        if leads and self.order_path.exists():
             # Renamed first: an order that comes while this one is read is not lost.
             taken = self.order_path.replace(self.order_path.with_suffix(".taken"))
             self.tuner.load_state_dict(json.loads(taken.read_text(encoding="utf-8")))
             write_json(self.state_path, self.tuner.state_dict())
-        self._chosen, self._began = self.tuner.select(batch_size), time.perf_counter()
-        return self._chosen.num_steps
+        chosen = self.tuner.select(batch_size).num_steps if leads else 0
+        steps = chosen if group is None else group.broadcast_object(chosen, src=0)
+        self._chosen, self._leads, self._began = strategy_of(steps), leads, time.perf_counter()
+        return steps
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
+        if not self._leads:
+            return
         tokens = sum(num_correct_drafts_per_req) + len(num_correct_drafts_per_req)
         seconds = time.perf_counter() - self._began
         self.tuner.record(
@@ -80,6 +89,13 @@ class BanditSteps:
         )
         if self.tuner.decisions % _SAVE_EVERY == 0:
             write_json(self.state_path, self.tuner.state_dict())
+
+
+def tensor_parallel_group() -> GroupCoordinator | None:
+    """SGLang's group of this process; None where it is alone."""
+    if not torch.distributed.is_initialized() or get_tp_group().world_size == 1:
+        return None
+    return get_tp_group()
 
 
 def strategy_of(steps: int) -> Strategy:

@@ -14,6 +14,10 @@ from typing import Any
 
 _MODULE = "megatron_tlt.rollout.sglang.host"
 _GRACE_S = 20.0
+_TORCHRUN = {
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
 
 
 class EngineDied(RuntimeError):
@@ -50,7 +54,7 @@ class EngineProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", _MODULE, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=os.environ | dict(environment),
+            env=_inherited() | dict(environment),
             start_new_session=True,  # so that its whole family can be ended
         )
         theirs.close()
@@ -123,6 +127,15 @@ class EngineProcess:
         if _group_lives(self.pid):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait(timeout=_GRACE_S)
+
+
+def _inherited() -> dict[str, str]:
+    """This process's variables without torchrun's: the engine's processes are a world of their own, which
+    would otherwise look for its store at the trainer's."""
+    return {
+        name: value for name, value in os.environ.items()
+        if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")
+    }  # fmt: skip
 
 
 def _group_lives(group: int) -> bool:

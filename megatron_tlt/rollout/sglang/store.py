@@ -16,6 +16,35 @@ from megatron_tlt.rollout.native.shape import ModelShape
 from megatron_tlt.rollout.native.weights import DraftLoader, WeightLoader
 
 
+class TargetTables:
+    """The target's embedding and head `[v, h]` on the host, in storage that every update fills anew."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.embedding, self.head = (torch.zeros(shape.vocab_size, shape.hidden_size) for _ in range(2))
+        self._tied = shape.tied
+
+    def wants(self, name: str) -> bool:
+        """Whether the tensor of this name is one of the two."""
+        return self._is_embedding(name) or (name == "lm_head.weight" and not self._tied)
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep the tensor if it is one of the two."""
+        if not self._is_embedding(name):
+            if self.wants(name):
+                self.head.copy_(tensor)
+            return
+        self.embedding.copy_(tensor)
+        if self._tied:
+            self.head.copy_(tensor)
+
+    @staticmethod
+    def _is_embedding(name: str) -> bool:
+        return name == "model.embed_tokens.weight" or name.endswith("wte.weight")
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.embedding, self.head
+
+
 class WeightStore:
     """Newest target and drafter as model folders under `root`.
 
@@ -26,7 +55,7 @@ class WeightStore:
     def __init__(
         self, root: Path, hf_config: Mapping[str, Any], shape: ModelShape, drafter: DrafterConfig | None
     ) -> None:
-        self.root, self._serial, self._tied = root, 0, shape.tied
+        self.root, self._serial = root, 0
         meta = NativeModel(shape, dtype=torch.float32, device=torch.device("meta"))
         self._loaders: dict[str, WeightLoader] = {"target": WeightLoader(meta)}
         # Without an end token of the model's own, only the request's stop tokens end a response.
@@ -35,8 +64,7 @@ class WeightStore:
             self._loaders["draft"] = DraftLoader(EagleModel(drafter, meta))
             self._configs["draft"] = drafter.to_hf()
         self.folders: dict[str, Path] = {}
-        self.embedding, self.head = (torch.zeros(shape.vocab_size, shape.hidden_size) for _ in range(2))
-        """The target's tables, on the host: filled anew by every update."""
+        self.tables = TargetTables(shape)
         self._shapes: dict[str, dict[str, list[int]]] = {}
         self.versions = {"target": 0, "draft": 0}
 
@@ -81,15 +109,10 @@ class WeightStore:
         if old is not None:
             delete_folder(old)
         if which == "target":
-            self._fill_tables(SafetensorsFolder(folder))
+            weights = SafetensorsFolder(folder)
+            for name in filter(self.tables.wants, weights):
+                self.tables.take(name, weights[name][...])
         return folder
-
-    def _fill_tables(self, weights: SafetensorsFolder) -> None:
-        gpt2 = [name for name in weights if name.endswith("wte.weight")]
-        embedding = gpt2[0] if gpt2 else "model.embed_tokens.weight"
-        head = embedding if self._tied else "lm_head.weight"
-        self.embedding.copy_(weights[embedding][...])
-        self.head.copy_(weights[head][...])
 
 
 def _watched(
