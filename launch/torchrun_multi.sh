@@ -2,6 +2,7 @@
 # Several nodes; the same command on each: launch/torchrun_multi.sh --config run.yaml [--key value ...]
 # NNODES, NODE_RANK (0 on the node that MASTER_ADDR names), MASTER_ADDR (as the other nodes know it).
 # MASTER_PORT: default 20000 + JOB_ID % 20000, or 29500 without JOB_ID; the port after it is used, too.
+# MODULE: what to run, default megatron_tlt.pretrain; megatron_tlt.sft, megatron_tlt.rl.
 # NPROC_PER_NODE: ranks on this node; default: its GPUs, or 1. JOIN_TIMEOUT: seconds to wait for all nodes.
 # With several network cards the one that leads to MASTER_ADDR is taken; set GLOO_SOCKET_IFNAME and
 # NCCL_SOCKET_IFNAME to take another. Exit codes: as launch/torchrun_single.sh.
@@ -19,4 +20,4 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"
 exec "${PYTHON:-python}" -m megatron_tlt.launcher --nnodes "$NNODES" --node_rank "$NODE_RANK" \
     --nproc_per_node "$nproc" --master_addr "$MASTER_ADDR" --master_port "$port" \
     --join_timeout "${JOIN_TIMEOUT:-600}" --max_restarts "${MAX_RESTARTS:-0}" \
-    -m megatron_tlt.pretrain "$@"
+    -m "${MODULE:-megatron_tlt.pretrain}" "$@"
