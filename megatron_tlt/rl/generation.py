@@ -26,6 +26,8 @@ from megatron_tlt.rl.phases import Phase, PhaseClock
 from megatron_tlt.rl.schedule import (
     FeedMaker,
     LengthPredictor,
+    Replica,
+    fair_slots,
     gather_everywhere,
     generate_from,
 )
@@ -83,8 +85,9 @@ class Generator:
             self.drafting.begin(step)
             self.trace.begin(step)
             feed = self.feeds(self.predictor.order(prompts))
+            slots = fair_slots(self.slots, len(prompts), params.n, Replica.of(self.parallel))
             for rollout in generate_from(
-                self.engine, feed, params, step=step, slots=self.slots,
+                self.engine, feed, params, step=step, slots=slots,
                 stopped=lambda: self.stop.signalled(self.parallel.groups.tp),
             ):  # fmt: skip
                 rollouts.append(rollout)

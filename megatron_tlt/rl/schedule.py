@@ -140,6 +140,14 @@ class FeedMaker:
         return SharedFeed(prompts, self._store, name, tp_group=self._parallel.groups.tp)
 
 
+def fair_slots(slots: int, num_prompts: int, n: int, replica: Replica) -> int:
+    """Responses that an engine has under way: `slots`, but no more than its share of `num_prompts` times `n`.
+
+    Without the share the first of several engines would empty a shared queue that fits into its slots.
+    """
+    return min(slots, -(-num_prompts // replica.count) * n)
+
+
 def generate_from(
     engine: RolloutEngine,
     feed: PromptFeed,

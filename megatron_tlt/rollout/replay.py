@@ -131,20 +131,21 @@ def replay(
     """Simulated rollout of the whole trace; every rank has a policy of its own.
 
     `sharing`: "static" deals prompts (whole groups) out in turn before the start; with "queue" the ranks take
-    responses from one queue as they have room. Raises ValueError for a trace without responses.
+    responses from one queue as they have room, none having more than its share under way. Raises ValueError for a trace without responses.
     """
     if not trace or ranks < 1 or max_batch < 1:
         raise ValueError(
             f"{len(trace)} responses, ranks={ranks}, max_batch={max_batch}: need at least one of each"
         )
     shared = deque(trace)
-    queues = [shared] * ranks
+    queues, room = [shared] * ranks, min(max_batch, -(-len(trace) // ranks))
     if sharing == "static":
         prompts = {p: i for i, p in enumerate(dict.fromkeys(r.prompt_id for r in trace))}
+        room = max_batch
         queues = [
             deque(r for r in trace if prompts[r.prompt_id] % ranks == rank) for rank in range(ranks)
         ]
-    engines = [_Engine(make_policy(), costs, queue, max_batch=max_batch) for queue in queues]
+    engines = [_Engine(make_policy(), costs, queue, max_batch=room) for queue in queues]
     order = [(0.0, rank) for rank in range(ranks)]
     while order:  # always the engine whose clock is behind
         _, rank = heapq.heappop(order)

@@ -94,6 +94,16 @@ def test_a_shared_queue_shortens_the_long_tail():
     assert queue.seconds < 0.6 * static.seconds and queue.bubble < static.bubble
 
 
+def test_ranks_with_room_for_everything_share_a_queue_as_they_would_a_static_split():
+    """Nobody takes more than its share before the others have looked."""
+    trace = _trace([20] * 8, 0)
+    results = [
+        replay(trace, FixedPolicy, COSTS, max_batch=100, ranks=4, sharing=sharing)
+        for sharing in ("static", "queue")
+    ]
+    assert results[0].rank_seconds == results[1].rank_seconds and len(set(results[1].rank_seconds)) == 1
+
+
 def test_the_oracle_is_no_slower_than_any_static_strategy():
     rng = random.Random(0)
     trace = [

@@ -15,6 +15,7 @@ from megatron_tlt.rl.schedule import (
     Replica,
     SharedFeed,
     StaticFeed,
+    fair_slots,
     generate_from,
 )
 from megatron_tlt.types import FinishReason, Prompt, Rollout, SamplingParams
@@ -97,6 +98,18 @@ def test_an_engine_takes_another_prompt_only_when_it_has_room(slots, most):
     done = list(generate_from(engine, feed, SamplingParams(n=3), step=1, slots=slots))
     assert len({(r.prompt_id, r.sample_index) for r in done}) == len(done) == 33
     assert engine.most == most  # whole groups: the prompt is prefilled once
+
+
+def test_the_first_of_several_engines_leaves_the_others_their_share_of_a_shared_queue():
+    """All 11 prompts would fit into the first one's slots; its own finished responses let it take more."""
+    left, engine = list(PROMPTS), SlotEngine()
+    feed = SimpleNamespace(take=lambda: left.pop(0) if left else None)
+    slots = fair_slots(100, len(PROMPTS), 3, Replica(index=0, count=4))
+    responses = generate_from(engine, feed, SamplingParams(n=3), step=1, slots=slots)
+    next(responses)
+    assert engine.most == 11 and len(left) == 7  # three of eleven prompts, and one for the finished response
+    assert fair_slots(4, 11, 3, Replica(index=0, count=4)) == 4
+    assert fair_slots(100, 1, 3, Replica(index=3, count=4)) == 3
 
 
 def test_a_phase_that_exceeds_its_memory_ends_the_run_with_both_numbers():

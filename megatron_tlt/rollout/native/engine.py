@@ -236,15 +236,13 @@ class NativeEngine:
         lengths = output.lengths.tolist()
         verified = time.perf_counter()
         tokens, guesses = self._emit(running, output, lengths, draft, drafter=strategy.drafter)
-        end = time.perf_counter()
-        self.policy.record(strategy, batch=len(lengths), tokens=tokens, seconds=end - start)
-        seconds = (verified - drafted, drafted - start, end - verified)
-        self.recorder.decoded(
-            strategy, lengths=lengths, drafted=guesses, tokens=tokens, seconds=seconds
-        )
         ended = self._release_finished()
         if not ended:
             running.advance(output.lengths, output.last())
+        end = time.perf_counter()
+        self.policy.record(strategy, batch=len(lengths), tokens=tokens, seconds=end - start)
+        seconds = (verified - drafted, drafted - start, end - verified)
+        self.recorder.decoded(strategy, lengths=lengths, drafted=guesses, tokens=tokens, seconds=seconds)
         return finished + ended
 
     def _context(self) -> StepContext:
