@@ -131,7 +131,8 @@ def replay(
     """Simulated rollout of the whole trace; every rank has a policy of its own.
 
     `sharing`: "static" deals prompts (whole groups) out in turn before the start; with "queue" the ranks take
-    responses from one queue as they have room, none having more than its share under way. Raises ValueError for a trace without responses.
+    responses from one queue as they have room, none having more than its share under way. Raises ValueError
+    for a trace without responses.
     """
     if not trace or ranks < 1 or max_batch < 1:
         raise ValueError(

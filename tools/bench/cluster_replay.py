@@ -1,15 +1,17 @@
 """What speculation would bring on 8 to 4096 ranks, from lengths, acceptance and step costs measured on two.
 
 `python -m tools.bench.cluster_replay --model HF --drafter DRAFTER --prompts tokens.jsonl`: two processes, one
-core each, generate the same responses under every strategy, with two seeds. Costs of a step come from the
-first seed alone; the replay of the second seed's responses on two simulated ranks is compared with what its
-rollouts took. Larger clusters get their prompts by drawing groups of both seeds again, as many a rank, and
-bandits that have seen two ranks' rollouts. Baseline is plain decoding with a static split on as many ranks.
+core each, generate the same responses under every strategy, with two seeds in turn, `--rounds` times. Costs of
+a step come from the first seed alone; the replay of the second seed's responses on two simulated ranks is
+compared with what its rollouts took, a median. Larger clusters get their prompts by drawing groups of both
+seeds again, as many a rank, and bandits that have seen two ranks' rollouts. Baseline is plain decoding with a
+static split on as many ranks.
 """
 
 import argparse
 import json
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +43,7 @@ _TRAINED = [
     Strategy(drafter="hybrid", num_steps=4, topk=3, num_draft_tokens=9),
 ]
 STRATEGIES = [OFF, *_NGRAM, *_TRAINED]
-_RANKS = 2
+_RANKS, _SEEDS = 2, (0, 1)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -53,6 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=640)
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each, of which medians count")
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--groups-a-rank", type=int, default=2)
     parser.add_argument("--rest", type=float, default=0.0,
@@ -61,6 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.toy:
         args.num_prompts, args.group, args.max_tokens, args.sizes = 4, 2, 24, [2, 4]
+        args.rounds = 1
     elif None in (args.model, args.drafter, args.prompts):
         parser.error("give --model, --drafter and --prompts, or --toy")
     return args
@@ -93,15 +97,18 @@ def record(settings: dict) -> int:
     engine = engine_of(model, sizes, drafter=read_drafter_config(drafter))
     engine.update_weights("draft", draft_tensors(import_drafter(drafter)), version=1)
     plain = engine_of(model, sizes)
-    mine, found = prompts[parallel.rank :: parallel.world_size], []
-    for seed in (-1, 0, 1):  # the first one warms up
+    mine = prompts[parallel.rank :: parallel.world_size]
+    found: dict[tuple[int, Strategy], list[list[dict]]] = {}
+    for turn in range(settings["rounds"] + 1):  # the first one warms up
         for strategy in STRATEGIES:
-            one = _measure(engine if strategy in _TRAINED else plain, strategy, mine, settings, seed)
-            everyone: list = [None] * parallel.world_size
-            dist.all_gather_object(everyone, one)
-            found.append((seed, strategy, everyone))
+            for seed in _SEEDS:
+                one = _measure(engine if strategy in _TRAINED else plain, strategy, mine, settings, seed)
+                everyone: list = [None] * parallel.world_size
+                dist.all_gather_object(everyone, one)
+                if turn:
+                    found.setdefault((seed, strategy), []).append(everyone)
     if parallel.rank == 0:
-        write_json(Path(settings["out"]), [_as_json(*item) for item in found if item[0] >= 0])
+        write_json(Path(settings["out"]), [_as_json(*key, turns) for key, turns in found.items()])
     return 0
 
 
@@ -123,18 +130,20 @@ def _measure(
     return {"seconds": seconds, "rollouts": rollouts, "records": stats.recent[before - stats.steps :]}
 
 
-def _as_json(seed: int, strategy: Strategy, everyone: list[dict]) -> dict:
-    """Plain values; the responses become a trace of one strategy."""
+def _as_json(seed: int, strategy: Strategy, turns: list[list[dict]]) -> dict:
+    """Plain values; the responses become a trace of one strategy, the median turn's time is the time."""
     rollouts = sorted(
-        (r for one in everyone for r in one["rollouts"]), key=lambda r: (r.prompt_id, r.sample_index)
+        (r for one in turns[0] for r in one["rollouts"]), key=lambda r: (r.prompt_id, r.sample_index)
     )
+    seconds = statistics.median(max(one["seconds"] for one in everyone) for everyone in turns)
+    records = [record for everyone in turns for one in everyone for record in one["records"]]
     trace = trace_of({strategy: rollouts})
     return {
-        "seed": seed, "strategy": str(strategy), "seconds": [one["seconds"] for one in everyone],
+        "seed": seed, "strategy": str(strategy), "seconds": seconds,
         "trace": [
             [r.prompt_id, r.sample_index, r.prompt_tokens, r.tokens, r.accepts[str(strategy)]] for r in trace
         ],
-        "costs": CostTable.of_records([x for one in everyone for x in one["records"]]).to_json(),
+        "costs": CostTable.of_records(records).to_json(),
     }  # fmt: skip
 
 
@@ -197,7 +206,7 @@ def validate(recorded: list[dict]) -> list[dict]:
         result = replay(
             trace, lambda s=strategy: FixedPolicy(strategy=s), costs, max_batch=128, ranks=_RANKS
         )
-        seconds = max(measured["seconds"])
+        seconds = measured["seconds"]
         rows.append(
             {"kind": "validation", "ranks": _RANKS, "policy": str(strategy), "measured_s": seconds,
              "predicted_s": result.seconds, "error": result.seconds / seconds - 1}
@@ -252,6 +261,7 @@ def main() -> None:
         eos = config_of(args.model).get("eos_token_id")
         settings = {
             "model": str(args.model), "drafter": str(args.drafter), "group": args.group,
+            "rounds": args.rounds,
             "prompts": [json.loads(line)["tokens"] for line in lines], "max_tokens": args.max_tokens,
             "ends": [] if eos is None else [eos], "out": str(folder / "found.json"),
         }  # fmt: skip
