@@ -1,11 +1,11 @@
 """What speculation would bring on 8 to 4096 ranks, from lengths, acceptance and step costs measured on two.
 
-`python -m tools.bench.cluster_replay --model HF --drafter DRAFTER --prompts tokens.jsonl`: two processes, one
-core each, generate the same responses under every strategy, with two seeds in turn, `--rounds` times. The
-costs of a step come from the first seed alone; the replay of the second seed's responses on two simulated ranks is
-compared with what its rollouts took, a median. Larger clusters get their prompts by drawing groups of both
-seeds again, as many a rank, and bandits that have seen two ranks' rollouts. Baseline is plain decoding with a
-static split on as many ranks.
+`python -m tools.bench.cluster_replay --model HF --drafter DRAFTER --prompts tokens.jsonl`: two
+processes, one core each, generate the same responses under every strategy, with two seeds in turn,
+`--rounds` times. The costs of a step come from the first seed alone; the replay of the second
+seed's responses on two simulated ranks is compared with what its rollouts took, a median. Larger
+clusters get their prompts by drawing groups of both seeds again, as many a rank, and bandits that
+have seen two ranks' rollouts. Baseline is plain decoding with a static split on as many ranks.
 """
 
 import argparse
