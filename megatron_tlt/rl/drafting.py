@@ -248,8 +248,10 @@ class SpotDrafting:
     def _try_again(self, accept: float) -> None:
         """Promotion and demotion are the bandit's; it hears when there is something new to measure."""
         changed = abs(accept - self.tried_at) > _TRY_AGAIN * max(self.tried_at, 1.0)
+        if not accept or not changed:
+            return
         learned = self.engine.tuner_state()
-        if accept and changed and learned:
+        if learned:
             self.engine.load_tuner_state(forget_arms(learned, TRAINED))
             self.tried_at = accept
 

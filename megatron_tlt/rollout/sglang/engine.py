@@ -256,9 +256,10 @@ class SglangEngine:
     def tuner_state(self) -> dict[str, Any]:
         """As the Protocol says, of the bandit inside SGLang and at most 20 steps old; {} before that."""
         for name in (ORDER_FILE, BANDIT_FILE):
-            path = Path(self._room.name) / name
-            if path.exists():
-                return json.loads(path.read_text(encoding="utf-8"))
+            try:
+                return json.loads((Path(self._room.name) / name).read_text(encoding="utf-8"))
+            except FileNotFoundError:  # not there yet, or the plugin has just taken the order
+                continue
         return {}
 
     def load_tuner_state(self, state: Mapping[str, Any]) -> None:

@@ -17,8 +17,9 @@ class SharedEngine:
     """`RolloutEngine` over `group`, whose ranks make the same calls in the same order.
 
     `engine` is the first rank's, None elsewhere. Responses reach every rank as they finish. What only one
-    rank can have (features, counters, the bandit's state) the first has, so that it is not counted twice.
-    `tables`: of a rank without the engine.
+    rank can have (features, counters, the bandit's state) the first has, so that it is not counted twice; a
+    drafter learns there alone. `tables`: of a rank without the engine. Raises ValueError where another rank
+    than the first has an engine, or a rank has both or neither.
     """
 
     cuts_head = False

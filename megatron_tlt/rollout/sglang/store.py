@@ -25,24 +25,25 @@ class TargetTables:
 
     def wants(self, name: str) -> bool:
         """Whether the tensor of this name is one of the two."""
-        return self._is_embedding(name) or (name == "lm_head.weight" and not self._tied)
+        return _is_embedding(name) or self._is_head(name)
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """Keep the tensor if it is one of the two."""
-        if not self._is_embedding(name):
-            if self.wants(name):
-                self.head.copy_(tensor)
-            return
-        self.embedding.copy_(tensor)
-        if self._tied:
+        if _is_embedding(name):
+            self.embedding.copy_(tensor)
+        if self._is_head(name):
             self.head.copy_(tensor)
 
-    @staticmethod
-    def _is_embedding(name: str) -> bool:
-        return name == "model.embed_tokens.weight" or name.endswith("wte.weight")
+    def _is_head(self, name: str) -> bool:
+        return _is_embedding(name) if self._tied else name == "lm_head.weight"
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embedding and head, `[v, h]` each."""
         return self.embedding, self.head
+
+
+def _is_embedding(name: str) -> bool:
+    return name == "model.embed_tokens.weight" or name.endswith("wte.weight")
 
 
 class WeightStore:
