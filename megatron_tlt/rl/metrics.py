@@ -12,6 +12,7 @@ import torch
 from megatron_tlt.types import Rollout
 
 _HASH_BASE = 0x9E3779B97F4A7C15  # odd, so powers never vanish
+_IDLE = ("wait", "train_drafter")  # phases of ranks that others keep waiting
 
 
 def length_metrics(lengths: Sequence[int], truncated: Sequence[bool]) -> dict[str, float]:
@@ -84,10 +85,11 @@ def speculation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def ledger_metrics(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """`ledger/<phase>`: mean seconds over the ranks, whose phases `seconds` holds; `ledger/bubble_frac`: the
-    share in which ranks trained the drafter or waited."""
-    names = sorted({name for rank in seconds for name in rank})
+    share in which ranks trained the drafter or waited. These two are there in every step, 0 where nobody did,
+    so that means over steps are right."""
+    names = sorted({name for rank in seconds for name in rank}.union(_IDLE))
     mean = {name: sum(rank.get(name, 0.0) for rank in seconds) / len(seconds) for name in names}
-    idle = mean.get("wait", 0.0) + mean.get("train_drafter", 0.0)
+    idle = sum(mean[name] for name in _IDLE)
     metrics = {f"ledger/{name}": value for name, value in mean.items()}
     return metrics | {"ledger/bubble_frac": idle / max(sum(mean.values()), 1e-9)}
 

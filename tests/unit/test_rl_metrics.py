@@ -10,6 +10,7 @@ from megatron_tlt.rl.metrics import (
     MismatchError,
     check_mismatch,
     evaluation_metrics,
+    ledger_metrics,
     length_metrics,
     mismatch_metrics,
     mismatch_sums,
@@ -140,3 +141,11 @@ def test_repetition_is_the_share_of_windows_seen_before():
     assert repetition_fraction([1, 2, 1, 2, 1, 2], size=2) == pytest.approx(3 / 5)
     assert repetition_fraction([1], size=2) == 0.0
     assert repetition_fraction([5] * 100) == pytest.approx(1 - 1 / 85)
+
+
+def test_the_ledger_is_a_mean_over_ranks_and_names_idle_phases_that_nobody_entered():
+    busy, late = {"generate": 3.0, "update": 1.0}, {"generate": 2.0, "update": 1.0, "wait": 1.0}
+    assert ledger_metrics([busy, late]) == {
+        "ledger/generate": 2.5, "ledger/update": 1.0, "ledger/wait": 0.5, "ledger/train_drafter": 0.0,
+        "ledger/bubble_frac": 0.125,
+    }  # fmt: skip
