@@ -56,6 +56,9 @@ class RolloutConfig:
     """The embedded engine, or SGLang in a process beside each rank (launch/sglang_environment.sh)."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Further arguments of sglang.Engine, such as mem_fraction_static, under SGLang's names."""
+    weight_transport: Literal["folder", "tensor", "group"] = "folder"
+    """How weights reach a running SGLang: files on the machine; the trainer's memory (CUDA IPC on a GPU); a
+    broadcast over gloo."""
     trace_interval: int = 10
     """Every how many steps the rollout's decode steps and requests go to the timeline; 0: never."""
 
@@ -76,6 +79,16 @@ class RolloutConfig:
                 raise ValueError(f"rollout.{name}={getattr(self, name)} must be at least 1")
         if self.trace_interval < 0:
             raise ValueError(f"rollout.trace_interval={self.trace_interval} must not be negative (0: never)")
+        if self.weight_transport != "folder" and self.engine != "sglang":
+            raise ValueError(
+                f"rollout.weight_transport={self.weight_transport} is for rollout.engine=sglang: the "
+                "embedded engine takes the trainer's tensors themselves"
+            )
+        if self.weight_transport == "group" and device.is_cuda():
+            raise ValueError(
+                "rollout.weight_transport=group: NCCL refuses two processes on one GPU, and an engine shares "
+                "those of its ranks; use tensor (CUDA IPC)"
+            )
 
     @property
     def num_samples(self) -> int:

@@ -67,8 +67,8 @@ def _sglang_config(
         max_model_len=max_model_len, max_running_requests=rollout.max_running_requests,
         tp_size=parallel.groups.tp.size(), dtype=config.training.params_dtype,
         seed=config.training.seed + parallel.rank, bucket_bytes=rollout.sync_bucket_mib * 2**20,
-        arguments=arguments | rollout.sglang, strategy=_CHAIN if drafts else OFF,
-        adaptive_steps=_STEPS if drafts else (),
+        weight_transport=rollout.weight_transport, arguments=arguments | rollout.sglang,
+        strategy=_CHAIN if drafts else OFF, adaptive_steps=_STEPS if drafts else (),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ STEPS = 3
 def train_on_one_engine(root: Path) -> dict:
     """As `train_and_compare`, but both ranks cut the model and share an engine over two processes."""
     sections = dict(
-        RolloutConfig={"engine": "sglang", "check_weight_update": True},
+        RolloutConfig={"engine": "sglang", "check_weight_update": True, "weight_transport": "group"},
         RlTrainingConfig={"train_iters": 2},
         DraftingConfig={"min_updates": 1},
         speculation="tlt",
@@ -43,7 +43,7 @@ def train_on_one_engine(root: Path) -> dict:
 def train_and_compare(root: Path, dies_in: int | None) -> dict:
     """`STEPS` steps; after each, both ends' checksums. Rank 0's engine dies in a rollout."""
     sections = dict(
-        RolloutConfig={"engine": "sglang", "check_weight_update": True},
+        RolloutConfig={"engine": "sglang", "check_weight_update": True, "weight_transport": "tensor"},
         RlTrainingConfig={"train_iters": STEPS},
         DraftingConfig={"min_updates": 1},
         speculation="tlt",

@@ -10,6 +10,7 @@ from megatron_tlt.rollout.checksum import weights_checksum
 from megatron_tlt.rollout.sglang import answers
 from megatron_tlt.rollout.sglang.probe import probe_engine
 from megatron_tlt.types import Rollout, SamplingParams
+from tests.sglang.distribution import check_samples
 from tests.sglang.models import (
     CHAIN,
     NGRAM,
@@ -27,6 +28,7 @@ from tests.sglang.models import (
 STEPS = CHAIN.num_steps
 EXACT = SamplingParams(temperature=0, max_tokens=1 + 10 * (STEPS + 1))
 LONG = SamplingParams(temperature=0, max_tokens=100)
+SAMPLED = SamplingParams(n=600, temperature=0.7, max_tokens=4, top_k=4)
 
 
 @pytest.fixture(scope="module")
@@ -145,21 +147,27 @@ def test_an_exported_drafter_is_accepted_as_often_as_in_the_embedded_engine(
     engine = sglang_engine(model, drafter=drafter, strategy=strategy)
     try:
         rollouts = engine.generate(PROMPTS, LONG)
+        theirs = engine.stats().accept_length
+        sampled = engine.generate(PROMPTS[:1], SAMPLED)
     finally:
         engine.close()
     assert tokens_of(rollouts) == expected
-    theirs = engine.stats().accept_length
+    assert sum(r.num_accepted for r in sampled) > 0
+    check_samples(model, sampled, temperature=0.7, top_k=4)
     assert ours.stats().accept_length > 1.3
     record_property("accept_ratio", theirs / ours.stats().accept_length)
     assert abs(theirs / ours.stats().accept_length - 1) < 0.03, (theirs, ours.stats().accept_length)
 
 
-def test_ngrams_change_no_token(model):
-    """SGLang's own n-gram drafts, at temperature 0."""
+def test_ngrams_change_no_greedy_token_and_no_distribution(model):
+    """SGLang's own n-gram drafts, which are verified by the function that EAGLE's are."""
     engine = sglang_engine(model, strategy=NGRAM)
     try:
         rollouts = engine.generate(PROMPTS, LONG)
+        sampled = engine.generate(PROMPTS[:1], SAMPLED)
     finally:
         engine.close()
+    assert sum(r.num_accepted for r in sampled) > 0
+    check_samples(model, sampled, temperature=0.7, top_k=4)
     assert tokens_of(rollouts) == tokens_of(native_engine(model).generate(PROMPTS, LONG))
     assert engine.stats().verify_ct > 0

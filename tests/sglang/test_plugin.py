@@ -1,20 +1,12 @@
 """Our plugin inside SGLang's processes: sampled verification is exact, and the bandit changes the steps."""
 
 import pytest
-import torch
 
 from megatron_tlt.rollout.sglang.plugin import BanditSteps, verify_uses_greedy
 from megatron_tlt.rollout.tuner import forget_arms
 from megatron_tlt.types import SamplingParams
-from tests.sglang.models import (
-    CHAIN,
-    PROMPTS,
-    VOCAB,
-    exact_pair,
-    native_engine,
-    sglang_engine,
-    tokens_of,
-)
+from tests.sglang.distribution import check_samples
+from tests.sglang.models import CHAIN, PROMPTS, exact_pair, native_engine, sglang_engine, tokens_of
 
 STEPS = (0, 1, CHAIN.num_steps)
 
@@ -41,34 +33,10 @@ def test_changing_steps_change_no_token_and_the_bandit_learns(engine, pair):
     assert tried == {"off", "eagle_1_1_2", "eagle_3_1_4"}
 
 
-def test_sampled_tokens_follow_the_model_under_speculation(engine, pair):
-    """Chi-square of second and third tokens given the ones before, and their log-probabilities."""
-    model, count, temperature = pair[0], 600, 0.7
-    params = SamplingParams(n=count, temperature=temperature, max_tokens=4, top_k=4)
-    rollouts = engine.generate(PROMPTS[:1], params)
+def test_sampled_tokens_follow_the_model_while_the_steps_change(engine, pair):
+    rollouts = engine.generate(PROMPTS[:1], SamplingParams(n=600, temperature=0.7, max_tokens=4, top_k=4))
     assert sum(r.num_accepted for r in rollouts) > 0
-    statistic = freedom = 0.0
-    pairs = [(r.tokens[:i], r.tokens[i]) for r in rollouts for i in (0, 1, 2)]
-    for prefix in sorted({prefix for prefix, _ in pairs}):
-        drawn = [token for other, token in pairs if other == prefix]
-        if len(drawn) < 40:
-            continue
-        with torch.no_grad():
-            logits = model(torch.tensor([PROMPTS[0].tokens + prefix])).logits[0, -1] / temperature
-        kept = logits.topk(4).indices
-        expected = torch.zeros(VOCAB).scatter_(0, kept, torch.softmax(logits[kept], 0)) * len(drawn)
-        observed = torch.bincount(torch.tensor(drawn), minlength=VOCAB)
-        assert not observed[expected == 0].any()
-        big = expected > 5
-        statistic += float(((observed - expected).square() / expected)[big].sum())
-        freedom += max(int(big.sum()) - 1, 0)
-    assert freedom >= 5 and statistic < freedom + 4 * (2 * freedom) ** 0.5
-    for rollout in rollouts[:20]:
-        ids = torch.tensor([rollout.prompt_tokens + rollout.tokens])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(rollout.prompt_tokens) - 1 : -1].float() / temperature
-        wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(rollout.tokens)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(rollout.log_probs), wanted, atol=1e-4, rtol=1e-4)
+    check_samples(pair[0], rollouts, temperature=0.7, top_k=4)
 
 
 def test_the_policy_chooses_by_measured_speed_and_resumes(tmp_path):

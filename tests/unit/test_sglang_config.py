@@ -1,12 +1,17 @@
 """What SGLang is told and what it is refused, without SGLang."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_tlt import device
+from megatron_tlt.models.hf_files import SafetensorsFolder
 from megatron_tlt.rl.config import RolloutConfig
-from megatron_tlt.rollout.sglang import process
+from megatron_tlt.rollout.checksum import weights_checksum
+from megatron_tlt.rollout.sglang import answers, process
 from megatron_tlt.rollout.sglang.answers import (
     check_speculation,
     feature_sample,
@@ -16,6 +21,7 @@ from megatron_tlt.rollout.sglang.answers import (
 )
 from megatron_tlt.rollout.sglang.config import SglangConfig, engine_arguments
 from megatron_tlt.rollout.sglang.store import WeightStore
+from megatron_tlt.rollout.sglang.transport import flatten, in_buckets, layout, shared_handle
 from megatron_tlt.types import Prompt, SamplingParams, Strategy
 from tests.dist.rl_tasks import rl_config
 from tests.unit.rollout_models import make_engine, reference
@@ -62,11 +68,18 @@ def test_sampling_speaks_sglangs_language():
     assert fields["top_k"] == -1 and fields["stop_token_ids"] == [3] and not fields["ignore_eos"]
     assert fields["max_new_tokens"] == 7
     assert sampling_fields(SamplingParams())["ignore_eos"]
-    with pytest.raises(ValueError, match="not proven exact|verifies greedily"):
-        ngram = Strategy(drafter="ngram", num_steps=3, num_draft_tokens=4)
-        check_speculation(SamplingParams(), ngram, device="cpu")
-    check_speculation(SamplingParams(), CHAIN, device="cuda")
-    check_speculation(SamplingParams(temperature=0), CHAIN, device="cpu")
+
+
+def test_sampling_is_refused_where_sglang_would_verify_greedily(monkeypatch):
+    ngram = Strategy(drafter="ngram", num_steps=3, num_draft_tokens=4)
+    for strategy in (CHAIN, ngram):
+        monkeypatch.setattr(answers, "plugin_is_installed", lambda: False)
+        with pytest.raises(ValueError, match="verifies greedily"):
+            check_speculation(SamplingParams(), strategy, device="cpu")
+        check_speculation(SamplingParams(), strategy, device="cuda")
+        check_speculation(SamplingParams(temperature=0), strategy, device="cpu")
+        monkeypatch.setattr(answers, "plugin_is_installed", lambda: True)
+        check_speculation(SamplingParams(), strategy, device="cpu")
 
 
 def test_version_spans_cover_every_token():
@@ -99,16 +112,79 @@ def test_features_keep_the_rows_that_a_cached_prompt_left():
 def test_weights_are_kept_whole_or_not_at_all(tmp_path):
     model, engine = reference("llama"), make_engine()
     config = model.config.to_dict()
-    store = WeightStore(tmp_path, config, engine.model.shape, None)
+    store = WeightStore(tmp_path, config, engine.model.shape, None, bucket_bytes=1 << 20, in_memory=False)
     pairs = dict(model.state_dict())
-    first = store.put("target", pairs.items(), version=1, checksum=None, bucket_bytes=1 << 20)
+    first = store.put("target", pairs.items(), version=1, checksum=None)
     with pytest.raises(ValueError, match="were not given"):
-        store.put("target", list(pairs.items())[:3], version=2, checksum=None, bucket_bytes=1 << 20)
+        store.put("target", list(pairs.items())[:3], version=2, checksum=None)
     assert [p for p in tmp_path.iterdir() if p.name.startswith("target")] == [first]
     assert not list(tmp_path.glob(".*partial"))
-    second = store.put("target", pairs.items(), version=3, checksum=None, bucket_bytes=1 << 20)
+    second = store.put("target", pairs.items(), version=3, checksum=None)
     assert not first.exists() and store.versions["target"] == 3
     assert len(list(second.glob("*.safetensors"))) == 1 and store.kinds == ["target"]
+
+
+def test_weights_in_memory_are_copies_and_become_a_folder_for_an_engine_that_starts(tmp_path):
+    model, engine = reference("llama"), make_engine()
+    store = WeightStore(
+        tmp_path, model.config.to_dict(), engine.model.shape, None, bucket_bytes=1 << 20, in_memory=True
+    )
+    pairs = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    held = store.put("target", pairs.items(), version=1, checksum=weights_checksum(pairs.items()))
+    assert not list(tmp_path.iterdir())
+    for tensor in pairs.values():
+        tensor.zero_()
+    with pytest.raises(ValueError, match="were not given"):
+        store.put("target", list(pairs.items())[:3], version=2, checksum=None)
+    assert all(torch.equal(held[name], tensor) for name, tensor in model.state_dict().items())
+    first = store.folder("target")
+    written = SafetensorsFolder(first)
+    assert all(torch.equal(written[name][...], tensor) for name, tensor in held.items())
+    assert store.folder("target") == first
+    store.put("target", pairs.items(), version=3, checksum=None)
+    assert not first.exists() and store.versions["target"] == 3
+    assert torch.equal(store.tables.pair()[0], pairs["model.embed_tokens.weight"])
+
+
+def test_buckets_hold_one_type_and_bounded_bytes_and_lose_nothing():
+    kinds = [torch.float32] * 5 + [torch.bfloat16] * 4
+    pairs = [(f"w{i}", torch.randn(i + 1, 3).to(kind)) for i, kind in enumerate(kinds)]
+    found = list(in_buckets(pairs, 80))
+    assert [pair for bucket in found for pair in bucket] == pairs
+    for bucket in found:
+        assert len({tensor.dtype for _, tensor in bucket}) == 1
+        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= 80
+        flat, facts, at = flatten(bucket, device="cpu"), layout(bucket), 0
+        for (name, tensor), known, shape in zip(bucket, facts["names"], facts["shapes"], strict=True):
+            part = flat[at : at + tensor.nbytes].view(tensor.dtype).reshape(shape)
+            assert name == known and torch.equal(part, tensor)
+            at += tensor.nbytes
+
+
+def test_a_handle_opens_in_a_process_of_another_family_and_may_be_passed_on():
+    flat = torch.arange(1000, dtype=torch.uint8)
+    program = (
+        "import pickle, sys; from multiprocessing.reduction import ForkingPickler\n"
+        "from megatron_tlt.rollout.sglang.transport import SharedTensor\n"
+        "tensor = pickle.loads(bytes(ForkingPickler.dumps(SharedTensor(sys.stdin.read()))))\n"
+        "print(int(tensor.long().sum())); tensor.fill_(7)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=shared_handle(flat), capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(sum(i % 256 for i in range(1000)))], done.stderr
+    assert set(flat.tolist()) == {7}  # the same memory, not a copy
+
+
+def test_transports_that_cannot_work_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="choose folder, tensor or group"):
+        SglangConfig(weight_transport="carrier pigeon")
+    with pytest.raises(ValueError, match="takes the trainer's tensors themselves"):
+        RolloutConfig(rollout_batch_size=1, weight_transport="tensor")
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    with pytest.raises(ValueError, match="NCCL refuses two processes on one GPU"):
+        RolloutConfig(rollout_batch_size=1, engine="sglang", weight_transport="group")
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,6 +37,9 @@ class SglangConfig:
     """Engines that may be lost in a run."""
     bucket_bytes: int = 256 * 2**20
     """Weights handed over at a time."""
+    weight_transport: Literal["folder", "tensor", "group"] = "folder"
+    """How new weights reach a running engine: files; memory shared with it (CUDA IPC on a GPU); a broadcast
+    over a process group (gloo, or NCCL to an engine on other GPUs, which base_gpu_id in arguments names)."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further arguments of sglang.Engine, which win over those made here."""
 
@@ -57,6 +60,8 @@ class SglangConfig:
                 f"adaptive_steps={self.adaptive_steps} with strategy {self.strategy}: SGLang 0.5.21 changes "
                 "steps of eagle chains (topk=1) only, and starts with num_steps, which must be among them"
             )
+        if self.weight_transport not in ("folder", "tensor", "group"):
+            raise ValueError(f"weight_transport={self.weight_transport!r}: choose folder, tensor or group")
         if self.strategy.drafter not in ("off", "eagle", "ngram"):
             raise ValueError(
                 f"SGLang has no drafter {self.strategy.drafter!r}: choose off, eagle or ngram"

@@ -39,6 +39,7 @@ from megatron_tlt.rollout.sglang.config import (
 )
 from megatron_tlt.rollout.sglang.process import EngineDied, EngineProcess, check_installed
 from megatron_tlt.rollout.sglang.store import WeightStore
+from megatron_tlt.rollout.sglang.transport import build_transport
 from megatron_tlt.rollout.tuner import FixedPolicy, StrategyPolicy
 from megatron_tlt.types import EngineStats, FeatureSample, Prompt, Rollout, SamplingParams
 
@@ -58,9 +59,9 @@ class _Open:
 class SglangEngine:
     """One `sglang.Engine` in a process of its own. Example: SglangEngine(hf_config, SglangConfig()).
 
-    It starts with the first target weights (and, where it drafts by EAGLE, the first drafter). They stay in a
-    folder of this machine: a new engine starts from them when one is lost, and the requests without an answer
-    are put to it again. `drafter` is needed for EAGLE; `close` ends the process.
+    It starts with the first target weights (and, where it drafts by EAGLE, the first drafter). They are kept:
+    a new engine starts from them when one is lost, and the requests without an answer are put to it again.
+    `drafter` is needed for EAGLE; `close` ends the process.
     """
 
     def __init__(
@@ -83,13 +84,16 @@ class SglangEngine:
             )
         self.config, self.shape, self.device, self.drafter = config, shape, device, drafter
         self._room = tempfile.TemporaryDirectory(prefix="megatron_tlt_sglang_")
-        self.store = WeightStore(Path(self._room.name), hf_config, shape, drafter)
+        self.store = WeightStore(
+            Path(self._room.name), hf_config, shape, drafter, bucket_bytes=config.bucket_bytes,
+            in_memory=config.weight_transport != "folder",
+        )  # fmt: skip
+        self._transport = build_transport(config, device=device)
         self.process: EngineProcess | None = None
         self.paused, self.restarts = False, 0
         self._requests: dict[int, _Open] = {}
         self._early: deque[Rollout] = deque()
-        self._made = 0
-        self._max_rows = self._context_rows = self._rows = 0
+        self._made = self._max_rows = self._context_rows = self._rows = 0
         self._holds_memory = True
         self._features: list[FeatureSample] = []
         self._tokens = self._speculated = self._verify_ct = self._drafted = 0
@@ -103,7 +107,7 @@ class SglangEngine:
         if self.process is None:
             raise ValueError(
                 f"the engine has no weights: call update_weights for {self.store.kinds}; it has "
-                f"{[*self.store.folders]}"
+                f"{self.store.present}"
             )
         check_sampling(params)
         check_speculation(params, self.config.strategy, device=self.device)
@@ -215,17 +219,16 @@ class SglangEngine:
         checksum: str | None = None,
     ) -> None:  # fmt: skip
         """As the Protocol says; the requests under way compute their keys and values again."""
-        folder = self.store.put(
-            which, tensors, version=version, checksum=checksum, bucket_bytes=self.config.bucket_bytes
-        )
+        source = self.store.put(which, tensors, version=version, checksum=checksum)
         if self.process is None:
-            if self.store.folders.keys() == set(self.store.kinds):
+            if set(self.store.present) == set(self.store.kinds):
                 self._launch()
             return
-        self._tell(
-            "update", selector=which, folder=str(folder), paused=self.paused,
-            version=str(version) if which == "target" else None, bucket_bytes=self.config.bucket_bytes,
-        )  # fmt: skip
+        named = str(version) if which == "target" else None
+        try:
+            self._transport.send(self.process, which, source, version=named, paused=self.paused)
+        except EngineDied as death:
+            self._restart(death)
 
     def _tell(self, op: str, **fields: Any) -> None:
         """Have the engine do something that a new one, started with the present state, need not do."""
@@ -271,9 +274,9 @@ class SglangEngine:
         return self.process.call("info")
 
     def _launch(self) -> None:
+        folders = {kind: self.store.folder(kind) for kind in self.store.kinds}
         arguments = engine_arguments(
-            self.config, device=self.device, target=self.store.folders["target"],
-            draft=self.store.folders.get("draft"),
+            self.config, device=self.device, target=folders["target"], draft=folders.get("draft"),
             eagle3=self.drafter is not None and self.drafter.layout == "eagle3",
         )  # fmt: skip
         arguments |= {"weight_version": str(self.store.versions["target"])}
@@ -285,6 +288,7 @@ class SglangEngine:
             timeout_s=self.config.timeout_s,
         )  # fmt: skip
         self._holds_memory = True
+        self._transport.connect(self.process)
         if self.paused:
             self.process.call("pause")
 
@@ -339,6 +343,7 @@ class SglangEngine:
 
     def close(self) -> None:
         """End the engine's process and delete its folders."""
+        self._transport.close()
         if self.process is not None:
             self.process.close()
             self.process = None

@@ -1,12 +1,12 @@
 """The program that holds `sglang.Engine`: `python -m megatron_tlt.rollout.sglang.host FD`, FD a pipe's end.
 
 A process of its own, because the engine takes over signals, the event loop and every child of the process it
-lives in, and ends that process when one of its own fails. Messages are JSON; weights come as folders of
-safetensors. When the other end of the pipe closes, the engine and this process end.
+lives in, and ends that process when one of its own fails. Messages are JSON; how weights come: transport.py. When the other end of the pipe closes, the engine and this process end.
 """
 
 import asyncio
 import json
+import math
 import os
 import select
 import signal
@@ -23,9 +23,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from sglang.srt.managers import io_struct
 from sglang.srt.utils import MultiprocessingSerializer
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from megatron_tlt.rollout.checksum import Checksum
+from megatron_tlt.rollout.sglang.transport import SharedTensor, flatten, in_buckets, layout, shared_handle
 
 
 class WeightUpdateError(RuntimeError):
@@ -42,6 +43,8 @@ class Host:
         self.operations = {
             "generate": self.generate, "pause": self.pause, "resume": self.resume, "abort": self.abort,
             "update": self.update, "checksum": self.checksum, "info": self.info, "memory": self.memory,
+            "begin_update": self.begin_update, "load": self.load, "join": self.join,
+            "receive": self.receive, "end_update": self.end_update,
         }  # fmt: skip
 
     def serve(self) -> None:
@@ -112,27 +115,57 @@ class Host:
     async def update(
         self, selector: str, folder: str, version: str | None, bucket_bytes: int, paused: bool
     ) -> None:
-        """Load the folder's tensors; requests under way are retracted and go on under the new weights."""
+        """Load the folder's tensors."""
+        await self.begin_update(selector, paused)
+        for pairs in in_buckets(tensors_of(Path(folder)), bucket_bytes):
+            flat = flatten(pairs, device="cpu")
+            await self.load(selector, version, shared_handle(flat), **layout(pairs))
+        await self.end_update(paused)
+
+    async def begin_update(self, selector: str, paused: bool) -> None:
+        """Requests under way are retracted and go on under the new weights."""
         if not paused:
             await self.pause()
         _check(
             await self.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=selector))
         )
-        for tensors in buckets(Path(folder), bucket_bytes):
-            bucket = FlattenedTensorBucket(named_tensors=tensors)
-            content = {
-                "flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()
-            }  # fmt: skip
-            request = io_struct.UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[
-                    MultiprocessingSerializer.serialize(content) for _ in range(self.tp_size)
-                ],
-                load_format="flattened_bucket", selector=selector, weight_version=version,
-            )  # fmt: skip
-            _check(await self.manager.update_weights_from_tensor(request, None))
+
+    async def end_update(self, paused: bool) -> None:
         _check(await self.manager.end_weight_update(io_struct.EndWeightUpdateReqInput()))
         if not paused:
             await self.resume()
+
+    async def load(
+        self, selector: str, version: str | None, handle: str, names: list[str], dtypes: list[str],
+        shapes: list[list[int]],
+    ) -> None:  # fmt: skip
+        """A bucket that lies in memory of another process, under `handle`."""
+        content = {"flattened_tensor": SharedTensor(handle), "metadata": metadata(names, dtypes, shapes)}
+        serialized = [MultiprocessingSerializer.serialize(content) for _ in range(self.tp_size)]
+        request = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=serialized, load_format="flattened_bucket", selector=selector,
+            weight_version=version,
+        )  # fmt: skip
+        _check(await self.manager.update_weights_from_tensor(request, None))
+
+    async def join(self, address: str, port: int, world_size: int, name: str, backend: str) -> None:
+        """Join a process group whose rank 0 is the trainer's."""
+        request = io_struct.InitWeightsUpdateGroupReqInput(
+            master_address=address, master_port=port, rank_offset=1, world_size=world_size,
+            group_name=name, backend=backend,
+        )  # fmt: skip
+        _check(await self.manager.init_weights_update_group(request))
+
+    async def receive(
+        self, selector: str, version: str | None, group: str, names: list[str], dtypes: list[str],
+        shapes: list[list[int]],
+    ) -> None:  # fmt: skip
+        """A bucket that the trainer broadcasts."""
+        request = io_struct.UpdateWeightsFromDistributedReqInput(
+            names=names, dtypes=dtypes, shapes=shapes, group_name=group, selector=selector,
+            weight_version=version, load_format="flattened_bucket",
+        )  # fmt: skip
+        _check(await self.manager.update_weights_from_distributed(request))
 
     async def checksum(self, shapes: dict[str, list[int]], dtype: str) -> str:
         """Of the target's weights as the engine holds them, read back by name (slow: for small models).
@@ -171,20 +204,27 @@ def _check(outcome: tuple[bool, str]) -> None:
         raise WeightUpdateError(message)
 
 
-def buckets(folder: Path, size: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Tensors of all files of one type in lists of about `size` bytes."""
-    held: list[tuple[str, torch.Tensor]] = []
+def tensors_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of all files."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                tensor = file.get_tensor(name)
-                full = sum(t.nbytes for _, t in held) + tensor.nbytes > size
-                if held and (full or tensor.dtype != held[0][1].dtype):
-                    yield held
-                    held = []
-                held.append((name, tensor))
-    if held:
-        yield held
+                yield name, file.get_tensor(name)
+
+
+def metadata(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[FlattenedTensorMetadata]:
+    """SGLang's description of a flat bucket `[bytes]`."""
+    found, at = [], 0
+    for name, kind, shape in zip(names, dtypes, shapes, strict=True):
+        dtype = getattr(torch, kind)
+        size = math.prod(shape) * dtype.itemsize
+        found.append(
+            FlattenedTensorMetadata(
+                name=name, shape=torch.Size(shape), dtype=dtype, start_idx=at, end_idx=at + size, numel=size
+            )
+        )
+        at += size
+    return found
 
 
 def _save_states(states: list[Any], path: str) -> None:

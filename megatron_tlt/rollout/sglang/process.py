@@ -76,14 +76,21 @@ class EngineProcess:
 
     def call(self, op: str, **fields: Any) -> Any:
         """Send, wait, and return the answer's value. Raises EngineError or EngineDied."""
-        number = self._send(op, fields)
+        return self.wait(self.ask(op, **fields))
+
+    def ask(self, op: str, **fields: Any) -> int:
+        """Send; `wait` has the answer, before anything else is asked."""
+        return self._send(op, fields)
+
+    def wait(self, number: int) -> Any:
+        """The value of the answer to `ask`."""
         while True:
             answer = self._receive()
             if answer["id"] in self._posted:
                 self._take(answer)
             elif answer["id"] == number:
                 if "error" in answer:
-                    raise EngineError(f"{op}: {answer['error']}")
+                    raise EngineError(answer["error"])
                 return answer["value"]
 
     def next_output(self) -> dict[str, Any]:
