@@ -164,9 +164,11 @@ def test_buckets_hold_one_type_and_bounded_bytes_and_lose_nothing():
 def test_a_handle_opens_in_a_process_of_another_family_and_may_be_passed_on():
     flat = torch.arange(1000, dtype=torch.uint8)
     program = (
-        "import pickle, sys; from multiprocessing.reduction import ForkingPickler\n"
-        "from megatron_tlt.rollout.sglang.transport import SharedTensor\n"
-        "tensor = pickle.loads(bytes(ForkingPickler.dumps(SharedTensor(sys.stdin.read()))))\n"
+        "import base64, pickle, sys; from multiprocessing.reduction import ForkingPickler\n"
+        "from megatron_tlt.rollout.sglang.transport import SharedTensor, named_files\n"
+        "shared = SharedTensor(pickle.loads(base64.b64decode(sys.stdin.read())))\n"
+        "with named_files(): passed_on = bytes(ForkingPickler.dumps(shared))\n"
+        "tensor = pickle.loads(passed_on)\n"
         "print(int(tensor.long().sum())); tensor.fill_(7)"
     )
     done = subprocess.run(

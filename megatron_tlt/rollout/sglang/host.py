@@ -1,7 +1,8 @@
 """The program that holds `sglang.Engine`: `python -m megatron_tlt.rollout.sglang.host FD`, FD a pipe's end.
 
 A process of its own, because the engine takes over signals, the event loop and every child of the process it
-lives in, and ends that process when one of its own fails. Messages are JSON; how weights come: transport.py. When the other end of the pipe closes, the engine and this process end.
+lives in, and ends that process when one of its own fails. Messages are JSON; how weights come:
+transport.py. When the other end of the pipe closes, the engine and this process end.
 """
 
 import asyncio
@@ -26,7 +27,14 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
 from megatron_tlt.rollout.checksum import Checksum
-from megatron_tlt.rollout.sglang.transport import SharedTensor, flatten, in_buckets, layout, shared_handle
+from megatron_tlt.rollout.sglang.transport import (
+    SharedTensor,
+    flatten,
+    in_buckets,
+    layout,
+    named_files,
+    shared_handle,
+)
 
 
 class WeightUpdateError(RuntimeError):
@@ -140,8 +148,10 @@ class Host:
         shapes: list[list[int]],
     ) -> None:  # fmt: skip
         """A bucket that lies in memory of another process, under `handle`."""
-        content = {"flattened_tensor": SharedTensor(handle), "metadata": metadata(names, dtypes, shapes)}
-        serialized = [MultiprocessingSerializer.serialize(content) for _ in range(self.tp_size)]
+        shared = SharedTensor(MultiprocessingSerializer.deserialize(handle))
+        content = {"flattened_tensor": shared, "metadata": metadata(names, dtypes, shapes)}
+        with named_files():
+            serialized = [MultiprocessingSerializer.serialize(content) for _ in range(self.tp_size)]
         request = io_struct.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=serialized, load_format="flattened_bucket", selector=selector,
             weight_version=version,

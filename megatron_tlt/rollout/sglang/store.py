@@ -1,4 +1,4 @@
-"""The weights that an engine starts from: checked as they come, kept in a folder or in memory, all or none."""
+"""Weights that an engine starts from: checked as they come; kept in a folder or in memory, all or none."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path

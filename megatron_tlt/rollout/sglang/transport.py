@@ -1,12 +1,11 @@
 """How new weights reach a running engine: by their folder, by shared memory, or by a process group.
 
 All of them hand over buckets of `bucket_bytes` between SGLang's begin_weight_update and end_weight_update, of
-the target or of the drafter. With `folder` the engine reads files, from which a lost engine also starts again;
-the other two keep the newest weights in this process's memory and write files only for an engine that starts.
+the target or of the drafter. With `folder` the engine reads files, from which a new engine starts, too; the
+other two keep the newest weights in this process's memory and write files only for an engine that starts.
 """
 
 import base64
-import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -193,24 +192,30 @@ def flatten(pairs: list[tuple[str, torch.Tensor]], *, device: str) -> torch.Tens
 
 
 def shared_handle(flat: torch.Tensor) -> str:
-    """What another process of this machine opens the tensor by: the recipe of torch's own pickling.
+    """What another process of this machine opens the tensor by: torch's recipe, a function and arguments."""
+    with named_files():
+        return base64.b64encode(ForkingPickler.dumps(reduce_tensor(flat))).decode()
 
-    Named files and not descriptors, because a descriptor can be handed to one's own children only.
-    """
+
+@contextmanager
+def named_files() -> Iterator[None]:
+    """Share memory by name: a descriptor can be handed to one's own children only."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
-        return base64.b64encode(ForkingPickler.dumps(reduce_tensor(flat))).decode()
+        yield
     finally:
         torch.multiprocessing.set_sharing_strategy(before)
 
 
 class SharedTensor:
-    """Stands for a tensor whose handle is passed on: who unpickles it has the tensor. On CUDA the process
-    between must not open it, since torch does not share what it has been given."""
+    """Stands for the tensor of a recipe that is passed on: who unpickles it has the tensor.
 
-    def __init__(self, handle: str) -> None:
-        self._recipe = pickle.loads(base64.b64decode(handle))
+    On CUDA the process between must not open it, since torch does not share what it has been given.
+    """
+
+    def __init__(self, recipe: tuple) -> None:
+        self._recipe = recipe
 
     def __reduce__(self) -> tuple:
         return self._recipe
