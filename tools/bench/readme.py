@@ -91,6 +91,8 @@ ROWS = tuple(
         ("sglang", "SGLang suite: tests, failures", "{tests}, {failures}"),
         ("sglang", "accept length in SGLang over that in the embedded engine, same drafter",
          "{accept_ratio_vs_native:.3f}"),
+        ("sglang", "new weights ({update_mib:.0f} MiB) into a running SGLang on the CPU by folder, shared "
+         "memory, process group", "{update_s_folder:.2f} s, {update_s_tensor:.2f} s, {update_s_group:.2f} s"),
         ("bridge", "SmolLM2-135M: largest logit difference to transformers, fp32; greedy texts equal, of "
          "{greedy_prompts}", "{smollm2_logit_diff:.1e}; {greedy_equal}"),
         ("bridge", "SmolLM2-135M: bits per byte of {kilobytes:.0f} kB of books, ours / transformers",

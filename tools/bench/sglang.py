@@ -4,17 +4,23 @@
 
 `accept_ratio_vs_native`: accept length of our exported drafters in SGLang over that in the embedded engine,
 the farthest from 1. `rl_steps`: RL steps with engines on two ranks, weights equal at both ends, one engine
-killed. `--toy` runs a unit test that needs no SGLang.
+killed. `--model` measures how long new weights of a Hugging Face folder take into a running engine by each
+transport. `--toy` runs a unit test that needs no SGLang.
 """
 
 import argparse
 import importlib.metadata
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
+from megatron_tlt.models.hf_files import SafetensorsFolder, read_hf_config
+from megatron_tlt.rollout.sglang.config import SglangConfig
+from megatron_tlt.rollout.sglang.engine import SglangEngine
 from tools.bench.common import RESULTS, command_line, write_result
 
 SUITE = ["tests/sglang"]
@@ -48,6 +54,38 @@ def _row(case: xml.Element) -> dict:
     return {"test": name, "outcome": outcome, "seconds": float(case.get("time", 0)), **recorded}
 
 
+def measure_transports(folder: Path, *, rounds: int) -> list[dict]:
+    """One row a transport: seconds of an update of the whole target, the engines taking turns."""
+    weights = SafetensorsFolder(folder)
+    tensors = {name: weights[name][...] for name in weights}
+    dtype = next(iter(tensors.values())).dtype
+    engines, seconds = {}, {}
+    try:
+        for kind in ("folder", "tensor", "group"):
+            config = SglangConfig(
+                max_model_len=128, max_running_requests=4, dtype=dtype, weight_transport=kind
+            )
+            engines[kind], seconds[kind] = SglangEngine(read_hf_config(folder), config), []
+            engines[kind].update_weights("target", tensors.items(), version=0)
+        for version in range(1, rounds + 1):
+            for kind, engine in engines.items():
+                began = time.perf_counter()
+                engine.update_weights("target", tensors.items(), version=version)
+                seconds[kind].append(time.perf_counter() - began)
+            print({kind: round(found[-1], 3) for kind, found in seconds.items()}, flush=True)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+    return [
+        {
+            "transport": kind, "mib": size, "rounds": rounds, "median_s": statistics.median(found),
+            "min_s": min(found), "max_s": max(found),
+        }
+        for kind, found in seconds.items()
+    ]  # fmt: skip
+
+
 def summarize(rows: list[dict]) -> dict:
     """Counts over the rows; a figure whose test did not report it is None."""
     ratios = [row["accept_ratio"] for row in rows if "accept_ratio" in row]
@@ -72,12 +110,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--reports", type=Path, nargs="+",
                         help="sum up these pytest --junitxml files of the suite, run nothing")  # fmt: skip
+    parser.add_argument("--model", type=Path, help="Hugging Face folder whose weights are handed over")
+    parser.add_argument("--rounds", type=int, default=7, help="updates of each transport")
     args = parser.parse_args()
     if args.reports:
         rows = [row for path in args.reports for row in read_report(path)]
     else:
         rows = run_suite(TOY if args.toy else SUITE)
     summary = summarize(rows)
+    if args.model is not None:
+        transports = measure_transports(args.model, rounds=args.rounds)
+        summary |= {"update_mib": transports[0]["mib"]}
+        summary |= {f"update_s_{row['transport']}": row["median_s"] for row in transports}
+        rows += transports
     path = write_result(
         "sglang", command_line("tools.bench.sglang"), rows, summary, folder=args.output
     )
