@@ -255,11 +255,6 @@ class RlConfig:
                 "to end, and its n-grams cannot be switched off; set off, frozen or tlt, or "
                 "rollout.engine=native"
             )
-        if self.rollout.engine == "sglang" and self.drafts and self.drafter.layout == "eagle3":
-            raise ValueError(
-                "drafter.layout=eagle3 with rollout.engine=sglang: SGLang 0.5.21 hands out the inner states "
-                "without the final ones, which the drafter learns from; use layout eagle"
-            )
         if self.speculation == "frozen" and self.drafter.path is None:
             raise ValueError(
                 "speculation=frozen needs drafter.path, a trained drafter: tools/train_drafter.py makes one"

@@ -15,11 +15,13 @@ STEPS = 3
 
 
 def train_on_one_engine(root: Path) -> dict:
-    """As `train_and_compare`, but both ranks cut the model and share an engine over two processes."""
+    """As `train_and_compare`, but both ranks cut the model and share an engine over two processes, and the
+    drafter is an EAGLE-3."""
     sections = dict(
         RolloutConfig={"engine": "sglang", "check_weight_update": True, "weight_transport": "group"},
         RlTrainingConfig={"train_iters": 2},
-        DraftingConfig={"min_updates": 1},
+        ModelConfig={"preset": "tiny-llama", "num_layers": 8},  # EAGLE-3 wants layers 2, 4 and 5
+        DraftingConfig={"min_updates": 1, "layout": "eagle3"},
         speculation="tlt",
         AlgorithmConfig={"max_logprob_diff": 1e-3},
     )

@@ -9,7 +9,7 @@ from megatron_tlt.models.drafter import Drafter, DrafterConfig
 from megatron_tlt.rollout.checksum import weights_checksum
 from megatron_tlt.rollout.sglang import answers
 from megatron_tlt.rollout.sglang.probe import probe_engine
-from megatron_tlt.types import Rollout, SamplingParams
+from megatron_tlt.types import FeatureSample, Prompt, Rollout, SamplingParams
 from tests.sglang.distribution import check_samples
 from tests.sglang.models import (
     CHAIN,
@@ -28,6 +28,8 @@ from tests.sglang.models import (
 STEPS = CHAIN.num_steps
 EXACT = SamplingParams(temperature=0, max_tokens=1 + 10 * (STEPS + 1))
 LONG = SamplingParams(temperature=0, max_tokens=100)
+FRESH = [Prompt(prompt_id=20 + p.prompt_id, tokens=(60 - p.prompt_id, *p.tokens)) for p in PROMPTS]
+"""Prompts of which SGLang's radix cache holds nothing."""
 SAMPLED = SamplingParams(n=600, temperature=0.7, max_tokens=4, top_k=4)
 
 
@@ -137,6 +139,21 @@ def trained_drafter(model, layout: str) -> Drafter:
     return drafter
 
 
+def check_features(model, config: DrafterConfig, rollout: Rollout, sample: FeatureSample) -> None:
+    """Row by row what transformers computes: EAGLE-3's three inner states and, for both, the final ones."""
+    ids = torch.tensor([rollout.prompt_tokens + rollout.tokens])
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+    at = len(rollout.prompt_tokens) - 1 - len(sample.context_tokens)
+    final, close = sample.hidden, dict(atol=1e-4, rtol=1e-4)
+    if config.layout == "eagle3":
+        inner = torch.cat([states[layer][0, at:-1] for layer in config.feature_layers], -1)
+        torch.testing.assert_close(sample.hidden, inner, **close)
+        final = sample.last_hidden
+    torch.testing.assert_close(final, states[-1][0, at:-1], **close)
+    assert sample.tokens == rollout.tokens and sample.context_tokens
+
+
 @pytest.mark.parametrize(("layout", "strategy"), [("eagle", TREE), ("eagle3", CHAIN)], ids=["tree", "eagle3"])
 def test_an_exported_drafter_is_accepted_as_often_as_in_the_embedded_engine(
     model, layout, strategy, record_property
@@ -149,8 +166,14 @@ def test_an_exported_drafter_is_accepted_as_often_as_in_the_embedded_engine(
         rollouts = engine.generate(PROMPTS, LONG)
         theirs = engine.stats().accept_length
         sampled = engine.generate(PROMPTS[:1], SAMPLED)
+        engine.capture_features(10_000, context_rows=4)
+        drawn = engine.generate(FRESH, SamplingParams(temperature=0.9, max_tokens=20))
+        features = {sample.prompt_id: sample for sample in engine.take_features()}
     finally:
         engine.close()
+    assert len(features) == len(drawn)
+    for rollout in drawn:
+        check_features(model, drafter.config, rollout, features[rollout.prompt_id])
     assert tokens_of(rollouts) == expected
     assert sum(r.num_accepted for r in sampled) > 0
     check_samples(model, sampled, temperature=0.7, top_k=4)

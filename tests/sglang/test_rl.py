@@ -38,6 +38,7 @@ def test_two_ranks_that_cut_the_model_share_one_engine_over_two_processes(tmp_pa
     assert [r["has_engine"] for r in results] == [True, False]
     assert all(all(r["tables"]) for r in results)
     assert results[0]["drafter"] == results[1]["drafter"]
+    assert all(m["draft/num_updates"] >= 1 for m in results[0]["metrics"])
     (probe,) = results[0]["probes"]
     assert probe["max_log_prob_diff"] < 1e-3
     assert all(m["train/train_rollout_logprob_abs_diff_max"] < 1e-3 for m in results[0]["metrics"])

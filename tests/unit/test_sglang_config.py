@@ -103,10 +103,15 @@ def test_features_keep_the_rows_that_a_cached_prompt_left():
     )  # fmt: skip
     rollout = rollout_of(Prompt(prompt_id=1, tokens=(1, 2, 3, 4)), 0, answer)
     states = {"prompt": torch.tensor([[3.0], [4.0]]), "decoded": torch.tensor([[7.0], [8.0], [9.0]])}
-    sample = feature_sample(rollout, states, context_rows=3)
-    assert sample.hidden.flatten().tolist() == [3.0, 4.0, 7.0, 8.0]
+    sample = feature_sample(rollout, states, context_rows=3, feature_size=1)
+    assert sample.hidden.flatten().tolist() == [3.0, 4.0, 7.0, 8.0] and sample.last_hidden is None
     assert sample.context_tokens == (4,) and sample.tokens == (7, 8, 9) and sample.weight_version == 4
-    assert feature_sample(rollout, states | {"decoded": torch.zeros(1, 1)}, context_rows=0) is None
+    too_few = states | {"decoded": torch.zeros(1, 1)}
+    assert feature_sample(rollout, too_few, context_rows=0, feature_size=1) is None
+    wide = {name: torch.cat((rows, 10 * rows, rows + 1), 1) for name, rows in states.items()}
+    sample = feature_sample(rollout, wide, context_rows=0, feature_size=2)
+    assert sample.hidden.tolist() == [[4.0, 40.0], [7.0, 70.0], [8.0, 80.0]]
+    assert sample.last_hidden.flatten().tolist() == [5.0, 8.0, 9.0]
 
 
 def test_weights_are_kept_whole_or_not_at_all(tmp_path):
@@ -201,7 +206,3 @@ def test_what_sglang_cannot_speculate_is_refused_before_the_run(tmp_path):
     assert rl_config(tmp_path, RolloutConfig=sglang, speculation="tlt").drafts
     with pytest.raises(ValueError, match="cannot be switched off"):
         rl_config(tmp_path, RolloutConfig=sglang, speculation="ngram")
-    with pytest.raises(ValueError, match="without the final ones"):
-        rl_config(
-            tmp_path, RolloutConfig=sglang, speculation="tlt", DraftingConfig={"layout": "eagle3"}
-        )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_tlt.models.drafter import DrafterConfig
 from megatron_tlt.types import FeatureSample, FinishReason, Prompt, Rollout, SamplingParams, Strategy
 
 NOTHING = {
@@ -36,6 +37,20 @@ def check_speculation(params: SamplingParams, strategy: Strategy, *, device: str
             f"temperature={params.temperature} with {strategy} on a CPU: SGLang verifies greedily there and "
             "would draw no samples; install this package (pip install --no-deps -e .), whose plugin mends "
             "it, or use temperature 0 or strategy off"
+        )
+
+
+def check_drafter(strategy: Strategy, drafter: DrafterConfig | None) -> None:
+    """Raise ValueError where strategy and drafter do not go together, or the plugin is missing for both."""
+    if (strategy.drafter == "eagle") != (drafter is not None):
+        raise ValueError(
+            f"strategy {strategy} with drafter={drafter}: strategy.drafter='eagle' and a DrafterConfig go "
+            "together"
+        )
+    if drafter is not None and drafter.layout == "eagle3" and not plugin_is_installed():
+        raise ValueError(
+            "EAGLE-3 in SGLang needs this package's plugin, which hands out the target's final states: "
+            "install it (pip install --no-deps -e .)"
         )
 
 
@@ -83,13 +98,13 @@ def versions_of(spans: list[dict[str, Any]], last: str | None, count: int) -> tu
 
 
 def feature_sample(
-    rollout: Rollout, states: Mapping[str, torch.Tensor], *, context_rows: int
+    rollout: Rollout, states: Mapping[str, torch.Tensor], *, context_rows: int, feature_size: int
 ) -> FeatureSample | None:
     """The target's states behind each token, after those of the prompt's last tokens.
 
     `states`: "prompt" `[p, h]`, the rows that were computed (fewer than the prompt where SGLang's radix cache
-    had its beginning), and "decoded" `[n, h]`. None where the response has no tokens, several versions, or
-    fewer rows than tokens.
+    had its beginning), and "decoded" `[n, h]`; of an EAGLE-3 engine `feature_size` inner states and then the
+    final ones. None where the response has no tokens, several versions, or fewer rows than tokens.
     """
     prompt, decoded = states["prompt"], states["decoded"]
     more = len(rollout.tokens) - 1
@@ -97,9 +112,11 @@ def feature_sample(
         return None
     context = min(context_rows, len(prompt) - 1)
     before = rollout.prompt_tokens
+    rows = torch.cat((prompt[len(prompt) - 1 - context :], decoded[:more]))
+    inner, final = rows[:, :feature_size].contiguous(), rows[:, feature_size:].contiguous()
     return FeatureSample(
         prompt_id=rollout.prompt_id, sample_index=rollout.sample_index, tokens=rollout.tokens,
-        hidden=torch.cat((prompt[len(prompt) - 1 - context :], decoded[:more])),
+        hidden=inner, last_hidden=final if final.shape[1] else None,
         weight_version=rollout.weight_versions[0],
         context_tokens=before[len(before) - context :] if context else (),
     )  # fmt: skip

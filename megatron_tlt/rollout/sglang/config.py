@@ -86,17 +86,20 @@ _CPU = {
 _CPU_SPECULATION = {"prefill_attention_backend": "intel_amx", "decode_attention_backend": "intel_amx"}
 PLUGIN_VARIABLE = "MEGATRON_TLT_SGLANG"
 """Switches our plugin on in SGLang's processes."""
+STATES_VARIABLE = "MEGATRON_TLT_SGLANG_STATES"
+"""Has the plugin hand out an EAGLE-3 engine's final states beside the inner ones."""
 _CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 BANDIT_FILE, ORDER_FILE, STEPS_FILE = "bandit.json", "bandit_order.json", "adaptive.json"
 """State of the bandit inside SGLang, one that it is to go on from, and its candidates in SGLang's form."""
 
 
-def engine_environment(config: SglangConfig, *, device: str) -> dict[str, str]:
+def engine_environment(config: SglangConfig, *, device: str, eagle3: bool) -> dict[str, str]:
     """Variables of the engine's process."""
+    found = {PLUGIN_VARIABLE: "1"} | ({STATES_VARIABLE: "1"} if eagle3 else {})
     if device == "cuda":
-        return {PLUGIN_VARIABLE: "1"}
-    found = {PLUGIN_VARIABLE: "1"} | _CPU_ENVIRONMENT
+        return found
+    found |= _CPU_ENVIRONMENT
     if config.tp_size > 1 and _CORES not in os.environ:  # SGLang wants a NUMA node each, or to be told
         cores = sorted(os.sched_getaffinity(0))
         chosen = [cores[i * len(cores) // config.tp_size] for i in range(config.tp_size)]

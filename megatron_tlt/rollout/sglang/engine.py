@@ -23,6 +23,7 @@ from megatron_tlt.rollout.engine import Weights, check_prompt, generate_in_order
 from megatron_tlt.rollout.native.shape import shape_from_hf
 from megatron_tlt.rollout.sglang.answers import (
     NOTHING,
+    check_drafter,
     check_sampling,
     check_speculation,
     feature_sample,
@@ -77,11 +78,8 @@ class SglangEngine:
             )
         if not hf_config.get("architectures"):
             raise ValueError("the target's config names no architectures: SGLang chooses its model by them")
-        if (config.strategy.drafter == "eagle") != (drafter is not None):
-            raise ValueError(
-                f"strategy {config.strategy} with drafter={drafter}: strategy.drafter='eagle' and a "
-                "DrafterConfig go together"
-            )
+        check_drafter(config.strategy, drafter)
+        self._eagle3 = drafter is not None and drafter.layout == "eagle3"
         self.config, self.shape, self.device, self.drafter = config, shape, device, drafter
         self._room = tempfile.TemporaryDirectory(prefix="megatron_tlt_sglang_")
         self.store = WeightStore(
@@ -178,7 +176,10 @@ class SglangEngine:
             request.hidden.unlink()
             sample = None
             if not value["retractions"]:  # a retracted request's rows come in another order
-                sample = feature_sample(rollout, states, context_rows=self._context_rows)
+                size = self.shape.hidden_size if self.drafter is None else self.drafter.feature_size
+                sample = feature_sample(
+                    rollout, states, context_rows=self._context_rows, feature_size=size
+                )
             if sample is not None and self._rows + len(sample.hidden) <= self._max_rows:
                 self._rows += len(sample.hidden)
                 self._features.append(sample)
@@ -277,14 +278,16 @@ class SglangEngine:
         folders = {kind: self.store.folder(kind) for kind in self.store.kinds}
         arguments = engine_arguments(
             self.config, device=self.device, target=folders["target"], draft=folders.get("draft"),
-            eagle3=self.drafter is not None and self.drafter.layout == "eagle3",
+            eagle3=self._eagle3,
         )  # fmt: skip
         arguments |= {"weight_version": str(self.store.versions["target"])}
         if self.config.adaptive_steps:
             steps = {"candidate_steps": sorted(self.config.adaptive_steps)}
             write_json(Path(self._room.name) / STEPS_FILE, {"1": steps})
         self.process = EngineProcess(
-            arguments, environment=engine_environment(self.config, device=self.device),
+            arguments, environment=engine_environment(
+                self.config, device=self.device, eagle3=self._eagle3
+            ),
             timeout_s=self.config.timeout_s,
         )  # fmt: skip
         self._holds_memory = True
@@ -307,11 +310,6 @@ class SglangEngine:
             self._put(request)
 
     def capture_features(self, max_rows: int, *, context_rows: int = 0) -> None:
-        if max_rows and self.drafter is not None and self.drafter.layout == "eagle3":
-            raise ValueError(
-                "SGLang 0.5.21 gives an EAGLE-3 engine's inner states without the final ones, which the "
-                "drafter learns from: capture with a plain or an EAGLE-1/2 engine"
-            )
         self._max_rows, self._context_rows = max_rows, context_rows
 
     def take_features(self) -> list[FeatureSample]:

@@ -3,7 +3,8 @@
 Without `MEGATRON_TLT_SGLANG` in the environment, which our engine sets, nothing is changed. On a CPU SGLang
 0.5.21 verifies drafts greedily whatever the temperature; here sampled requests take its sampling path, with
 the `tree_speculative_sampling_target_only` of `sgl_kernel`. Where `speculative_adaptive` is on, the number of
-draft steps comes from `BanditTuner`.
+draft steps comes from `BanditTuner`. With `MEGATRON_TLT_SGLANG_STATES`, for EAGLE-3, a target's final states
+follow its three inner ones.
 """
 
 import json
@@ -16,11 +17,17 @@ from sglang.srt.distributed.parallel_state import GroupCoordinator, get_tp_group
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megatron_tlt.files import write_json
-from megatron_tlt.rollout.sglang.config import BANDIT_FILE, ORDER_FILE, PLUGIN_VARIABLE
+from megatron_tlt.rollout.sglang.config import (
+    BANDIT_FILE,
+    ORDER_FILE,
+    PLUGIN_VARIABLE,
+    STATES_VARIABLE,
+)
 from megatron_tlt.rollout.tuner import BanditTuner
 from megatron_tlt.types import OFF, Strategy
 
 _SAVE_EVERY = 20
+_TARGETS = ("llama.LlamaModel", "qwen2.Qwen2Model", "qwen3.Qwen3Model")
 
 
 def register() -> None:
@@ -30,6 +37,22 @@ def register() -> None:
     utils, worker = "sglang.srt.speculative.eagle_utils", "sglang.srt.speculative.eagle_worker_v2"
     HookRegistry.register(f"{utils}._verify_uses_greedy", verify_uses_greedy, HookType.REPLACE)
     HookRegistry.register(f"{worker}.AdaptiveSpeculativeParams", BanditSteps, HookType.REPLACE)
+    if STATES_VARIABLE in os.environ:
+        for name in _TARGETS:
+            HookRegistry.register(f"sglang.srt.models.{name}.forward", with_final_states, HookType.AFTER)
+
+
+def with_final_states(result: object, *_: object, **__: object) -> object:
+    """A target's states `[t, h]` as the last of those that it captured for EAGLE-3.
+
+    The drafter learns from them. Its own input layer gives them the weight 0 (`store.py`).
+    """
+    if not isinstance(result, tuple):  # nothing was captured, or another pipeline stage goes on
+        return result
+    hidden, inner = result
+    if isinstance(inner, torch.Tensor):
+        return hidden, torch.cat((inner, hidden), dim=-1)
+    return hidden, [*inner, hidden]
 
 
 def verify_uses_greedy(*, is_all_greedy: bool, **_: bool) -> bool:

@@ -66,6 +66,9 @@ class WeightStore:
         if drafter is not None:
             self._loaders["draft"] = DraftLoader(EagleModel(drafter, meta))
             self._configs["draft"] = drafter.to_hf()
+            self._eagle3 = drafter.layout == "eagle3"
+            if self._eagle3:
+                self._configs["draft"] |= {"num_aux_hidden_states": 4}
         self._newest: dict[str, Path | dict[str, torch.Tensor]] = {}
         self._folders: dict[str, Path] = {}
         self.tables = TargetTables(shape)
@@ -116,6 +119,8 @@ class WeightStore:
                 )
 
         watched, old = _watched(tensors, seen, total, copy=self._in_memory), self._folders.get(which)
+        if which == "draft" and self._eagle3:
+            watched = map(_widened, watched)
         if self._in_memory:
             newest = dict(watched)
             check()
@@ -152,6 +157,14 @@ class WeightStore:
         weights = newest if isinstance(newest, dict) else SafetensorsFolder(newest)
         for name in filter(self.tables.wants, weights):
             self.tables.take(name, weights[name][...])
+
+
+def _widened(pair: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+    """EAGLE-3's input layer `[h, 3 h]` as `[h, 4 h]`: the final states, which our plugin adds, count 0."""
+    name, tensor = pair
+    if name != "fc.weight":
+        return pair
+    return name, torch.cat((tensor, torch.zeros_like(tensor[:, : len(tensor)])), dim=1)
 
 
 def _watched(
