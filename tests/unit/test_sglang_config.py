@@ -21,7 +21,13 @@ from megatron_tlt.rollout.sglang.answers import (
 )
 from megatron_tlt.rollout.sglang.config import SglangConfig, engine_arguments
 from megatron_tlt.rollout.sglang.store import WeightStore
-from megatron_tlt.rollout.sglang.transport import flatten, in_buckets, layout, shared_handle
+from megatron_tlt.rollout.sglang.transport import (
+    build_transport,
+    flatten,
+    in_buckets,
+    layout,
+    shared_handle,
+)
 from megatron_tlt.types import Prompt, SamplingParams, Strategy
 from tests.dist.rl_tasks import rl_config
 from tests.unit.rollout_models import make_engine, reference
@@ -189,6 +195,8 @@ def test_transports_that_cannot_work_are_refused(monkeypatch):
         SglangConfig(weight_transport="carrier pigeon")
     with pytest.raises(ValueError, match="takes the trainer's tensors themselves"):
         RolloutConfig(rollout_batch_size=1, weight_transport="tensor")
+    with pytest.raises(ValueError, match="base_gpu_id"):
+        build_transport(SglangConfig(weight_transport="group"), device="cuda")
     monkeypatch.setattr(device, "is_cuda", lambda: True)
     with pytest.raises(ValueError, match="NCCL refuses two processes on one GPU"):
         RolloutConfig(rollout_batch_size=1, engine="sglang", weight_transport="group")

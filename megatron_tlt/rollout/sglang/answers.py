@@ -41,7 +41,7 @@ def check_speculation(params: SamplingParams, strategy: Strategy, *, device: str
 
 
 def check_drafter(strategy: Strategy, drafter: DrafterConfig | None) -> None:
-    """Raise ValueError where strategy and drafter do not go together, or the plugin is missing for both."""
+    """Raise ValueError where strategy and drafter do not go together, or EAGLE-3 lacks our plugin."""
     if (strategy.drafter == "eagle") != (drafter is not None):
         raise ValueError(
             f"strategy {strategy} with drafter={drafter}: strategy.drafter='eagle' and a DrafterConfig go "

@@ -70,15 +70,16 @@ class Host:
             self.loop.call_soon_threadsafe(self._start, message)
 
     def _start(self, message: dict[str, Any]) -> None:
-        number, operation = message.pop("id"), self.operations[message.pop("op")]
-        task = self.loop.create_task(operation(**message))
+        number, op = message.pop("id"), message.pop("op")
+        task = self.loop.create_task(self.operations[op](**message))
         self.tasks.add(task)
-        task.add_done_callback(lambda done: self._answer(number, done))
+        task.add_done_callback(lambda done: self._answer(number, op, done))
 
-    def _answer(self, number: int, task: asyncio.Task) -> None:
+    def _answer(self, number: int, op: str, task: asyncio.Task) -> None:
         self.tasks.discard(task)
         error = task.exception()
-        answer = {"id": number, "error": repr(error)} if error else {"id": number, "value": task.result()}
+        outcome = {"error": f"{op}: {error!r}"} if error else {"value": task.result()}
+        answer = {"id": number} | outcome
         self.pipe.send_bytes(json.dumps(answer).encode())
 
     async def generate(

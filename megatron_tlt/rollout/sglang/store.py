@@ -63,12 +63,11 @@ class WeightStore:
         self._loaders: dict[str, WeightLoader] = {"target": WeightLoader(meta)}
         # Without an end token of the model's own, only the request's stop tokens end a response.
         self._configs = {"target": dict(hf_config) | {"eos_token_id": None}}
+        self._eagle3 = drafter is not None and drafter.layout == "eagle3"
         if drafter is not None:
             self._loaders["draft"] = DraftLoader(EagleModel(drafter, meta))
-            self._configs["draft"] = drafter.to_hf()
-            self._eagle3 = drafter.layout == "eagle3"
-            if self._eagle3:
-                self._configs["draft"] |= {"num_aux_hidden_states": 4}
+            more = {"num_aux_hidden_states": 4} if self._eagle3 else {}  # see `_widened`
+            self._configs["draft"] = drafter.to_hf() | more
         self._newest: dict[str, Path | dict[str, torch.Tensor]] = {}
         self._folders: dict[str, Path] = {}
         self.tables = TargetTables(shape)

@@ -6,13 +6,14 @@ other two keep the newest weights in this process's memory and write files only 
 """
 
 import base64
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,39 +29,43 @@ _HOST = "127.0.0.1"  # an engine runs on its trainer's machine
 _serial = count(1)
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """One way of the three."""
 
     def connect(self, process: EngineProcess) -> None:
-        """Called once for every engine that was started."""
+        """Called once for every engine that was started. Raises EngineDied."""
 
+    @abstractmethod
     def send(
         self, process: EngineProcess, selector: str, source: Source, *, version: str | None, paused: bool
     ) -> None:
         """Update the engine's target or draft. Raises EngineDied, EngineError."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give up what `connect` made."""
 
 
 def build_transport(config: SglangConfig, *, device: str) -> Transport:
-    """The one that `config.weight_transport` names."""
+    """The one that `config.weight_transport` names. Raises ValueError where the device cannot have it."""
     if config.weight_transport == "folder":
         return FolderTransport(config.bucket_bytes)
     if config.weight_transport == "tensor":
         return TensorTransport(config.bucket_bytes, device=device)
+    if device == "cuda" and "base_gpu_id" not in config.arguments:
+        raise ValueError(
+            "weight_transport=group on a GPU: NCCL refuses two processes on one; name the engine's first GPU "
+            "by base_gpu_id in arguments, or use tensor (CUDA IPC)"
+        )
     return GroupTransport(
         config.bucket_bytes, device=device, tp_size=config.tp_size, timeout_s=config.timeout_s
     )
 
 
-class FolderTransport:
+class FolderTransport(Transport):
     """The engine's process reads the safetensors files of a folder."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-
-    def connect(self, process: EngineProcess) -> None:
-        pass
 
     def send(
         self, process: EngineProcess, selector: str, source: Source, *, version: str | None, paused: bool
@@ -70,19 +75,12 @@ class FolderTransport:
             bucket_bytes=self._bucket_bytes,
         )  # fmt: skip
 
-    def close(self) -> None:
-        pass
 
-
-class TensorTransport:
-    """The engine opens this process's memory: CUDA IPC on the same GPU or one that it reaches, else POSIX
-    shared memory. No NCCL could do this, which refuses two processes on one GPU."""
+class _BucketTransport(Transport):
+    """Hands over this process's tensors, bucket by bucket."""
 
     def __init__(self, bucket_bytes: int, *, device: str) -> None:
         self._bucket_bytes, self._device = bucket_bytes, device
-
-    def connect(self, process: EngineProcess) -> None:
-        pass
 
     def send(
         self, process: EngineProcess, selector: str, source: Source, *, version: str | None, paused: bool
@@ -90,20 +88,27 @@ class TensorTransport:
         process.call("begin_update", selector=selector, paused=paused)
         for pairs in in_buckets(source.items(), self._bucket_bytes):
             flat = flatten(pairs, device=self._device)  # alive until the engine has copied it
-            process.call(
-                "load", selector=selector, version=version, handle=shared_handle(flat), **layout(pairs)
-            )
+            self._hand_over(process, flat, dict(selector=selector, version=version) | layout(pairs))
         process.call("end_update", paused=paused)
 
-    def close(self) -> None:
-        pass
+    @abstractmethod
+    def _hand_over(self, process: EngineProcess, flat: torch.Tensor, facts: dict[str, Any]) -> None:
+        """One bucket `[bytes]`, which the engine has when this returns."""
 
 
-class GroupTransport:
+class TensorTransport(_BucketTransport):
+    """The engine opens this process's memory: CUDA IPC on the same GPU or one that it reaches, else POSIX
+    shared memory. No NCCL could do this, which refuses two processes on one GPU."""
+
+    def _hand_over(self, process: EngineProcess, flat: torch.Tensor, facts: dict[str, Any]) -> None:
+        process.call("load", handle=shared_handle(flat), **facts)
+
+
+class GroupTransport(_BucketTransport):
     """Broadcast from this rank to all ranks of its engine: gloo on a CPU, NCCL between different GPUs."""
 
     def __init__(self, bucket_bytes: int, *, device: str, tp_size: int, timeout_s: float) -> None:
-        self._bucket_bytes, self._device = bucket_bytes, device
+        super().__init__(bucket_bytes, device=device)
         self._size, self._timeout = 1 + tp_size, timedelta(seconds=timeout_s)
         self._name, self._group, self._store = "", None, None
 
@@ -129,18 +134,11 @@ class GroupTransport:
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(self._size)}
         process.wait(number)
 
-    def send(
-        self, process: EngineProcess, selector: str, source: Source, *, version: str | None, paused: bool
-    ) -> None:
-        process.call("begin_update", selector=selector, paused=paused)
-        for pairs in in_buckets(source.items(), self._bucket_bytes):
-            number = process.ask(
-                "receive", selector=selector, version=version, group=self._name, **layout(pairs)
-            )
-            with _death_of(process):
-                dist.broadcast(flatten(pairs, device=self._device), group=self._group, group_src=0)
-            process.wait(number)
-        process.call("end_update", paused=paused)
+    def _hand_over(self, process: EngineProcess, flat: torch.Tensor, facts: dict[str, Any]) -> None:
+        number = process.ask("receive", group=self._name, **facts)
+        with _death_of(process):
+            dist.broadcast(flat, group=self._group, group_src=0)
+        process.wait(number)
 
     def close(self) -> None:
         if self._group is not None:
