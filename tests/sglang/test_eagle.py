@@ -67,6 +67,15 @@ def test_acceptance_is_exact_falls_with_a_bad_draft_and_comes_back_by_updates(ex
     assert accept_length(engine) == (STEPS + 1, tokens)
 
 
+def test_drafted_responses_may_fill_the_context_to_its_last_token(exact):
+    engine, model, drafter = exact
+    for number, length in enumerate((1, 150, 159)):
+        prompt = Prompt(prompt_id=number, tokens=tuple(i % 60 + 1 for i in range(length)))
+        params = SamplingParams(temperature=0, max_tokens=160 - length)
+        (rollout,) = engine.generate([prompt], params)
+        assert len(rollout.tokens) == 160 - length
+
+
 def test_the_probe_names_a_draft_that_does_not_fit_and_a_target_that_is_another(exact):
     engine, model, drafter = exact
     tokens = PROMPTS[2].tokens

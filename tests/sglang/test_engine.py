@@ -197,6 +197,15 @@ def test_what_cannot_be_done_is_refused(published):
         published.submit([Prompt(prompt_id=0, tokens=(61,))], GREEDY)
 
 
+def test_responses_may_fill_the_context_to_its_last_token(published):
+    for length in (1, 100, 159):
+        prompt = Prompt(prompt_id=0, tokens=tuple(range(1, 60)) * 2 + tuple(range(1, 42)))
+        prompt = Prompt(prompt_id=0, tokens=prompt.tokens[:length])
+        params = SamplingParams(temperature=0, max_tokens=160 - length)
+        (rollout,) = published.generate([prompt], params)
+        assert len(rollout.tokens) == 160 - length and rollout.finish_reason == FinishReason.LENGTH
+
+
 def test_a_killed_engine_is_replaced_and_nothing_is_lost(published):
     params = SamplingParams(temperature=0, max_tokens=120)
     expected = tokens_of(published.generate(PROMPTS, params))

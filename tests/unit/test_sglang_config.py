@@ -38,7 +38,7 @@ PLACES = dict(target=Path("models/target"), draft=Path("models/draft"))
 
 @pytest.mark.parametrize("eagle3", [False, True])
 def test_the_devices_differ_in_a_dictionary_only(eagle3):
-    config = SglangConfig(strategy=CHAIN, max_total_tokens=999, dtype=torch.bfloat16)
+    config = SglangConfig(strategy=CHAIN, max_model_len=512, max_total_tokens=999, dtype=torch.bfloat16)
     cpu, cuda = (engine_arguments(config, device=d, eagle3=eagle3, **PLACES) for d in ("cpu", "cuda"))
     assert cpu["speculative_algorithm"] == ("EAGLE3" if eagle3 else "EAGLE")
     assert (cpu["speculative_num_steps"], cpu["speculative_eagle_topk"]) == (3, 1)
@@ -62,6 +62,7 @@ def test_given_arguments_win():
         (dict(max_restarts=-1), "max_restarts=-1"),
         (dict(strategy=CHAIN, adaptive_steps=(0, 1)), "must be among them"),
         (dict(max_running_requests=0), "at least 1"),
+        (dict(max_model_len=128, max_total_tokens=133), "needs 134 rows"),
     ],
 )
 def test_bad_settings_are_refused(fields, message):
@@ -99,7 +100,19 @@ def test_version_spans_cover_every_token():
         num_drafted=0, num_accepted=0,
     )  # fmt: skip
     with pytest.raises(ValueError, match="2 tokens and 1 log-probs"):
-        rollout_of(Prompt(prompt_id=1, tokens=(1,)), 0, answer)
+        rollout_of(Prompt(prompt_id=1, tokens=(1,)), 0, answer, max_tokens=9)
+
+
+def test_a_response_that_sglang_cut_short_is_an_error():
+    answer = dict(
+        tokens=[1, 2], log_probs=[-1.0] * 2, versions=[], version="1", finish="length", verify_ct=0,
+        num_drafted=0, num_accepted=0,
+    )  # fmt: skip
+    prompt = Prompt(prompt_id=1, tokens=(1,))
+    assert rollout_of(prompt, 0, answer, max_tokens=2).tokens == (1, 2)
+    with pytest.raises(ValueError, match="after 2 of 9 tokens"):
+        rollout_of(prompt, 0, answer, max_tokens=9)
+    assert rollout_of(prompt, 0, answer | {"finish": "stop"}, max_tokens=9).tokens == (1, 2)
 
 
 def test_features_keep_the_rows_that_a_cached_prompt_left():
@@ -107,7 +120,7 @@ def test_features_keep_the_rows_that_a_cached_prompt_left():
         tokens=[7, 8, 9], log_probs=[-1.0] * 3, versions=[], version="4", finish="length", verify_ct=0,
         num_drafted=0, num_accepted=0,
     )  # fmt: skip
-    rollout = rollout_of(Prompt(prompt_id=1, tokens=(1, 2, 3, 4)), 0, answer)
+    rollout = rollout_of(Prompt(prompt_id=1, tokens=(1, 2, 3, 4)), 0, answer, max_tokens=3)
     states = {"prompt": torch.tensor([[3.0], [4.0]]), "decoded": torch.tensor([[7.0], [8.0], [9.0]])}
     sample = feature_sample(rollout, states, context_rows=3, feature_size=1)
     assert sample.hidden.flatten().tolist() == [3.0, 4.0, 7.0, 8.0] and sample.last_hidden is None

@@ -2,23 +2,26 @@
 
 The runs have the same weights, data and schedule and differ by the precision of the linear layers only. The
 model is the quickstart's shape with an MLP of 768 neurons (blockwise needs multiples of 128) on bytes of the
-Python standard library. `loss_diff_pct` compares the mean training loss of the last tenth of the steps.
-Theory: the errors of rounding two normal factors, independent (ops/fp8.rounding_error).
+Python standard library. Theory: the errors of rounding two normal factors, independent
+(ops/fp8.rounding_error).
 
-    python -m tools.bench.fp8          # about 15 minutes of one core; writes results/fp8.json and fp8.png
-    python -m tools.bench.fp8 --toy    # seconds; for CI
-    python -m tools.bench.fp8 --controls 3    # writes results/fp8_noise.json
+Two bf16 runs whose initial weights differ by one rounding of bf16 end up to more than 1 % apart, so a single
+pair of runs says little about a recipe. Every precision therefore starts from `--starts` such neighbouring
+weights. `loss_diff_pct` compares the means over them of the training loss of the last tenth of the steps;
+`loss_diff_error` is the standard error of the mean of the differences, start by start.
 
-`--controls` measures how far bf16 runs lie apart whose initial weights differ by one rounding of bf16: a
-recipe's difference below that says nothing about the recipe.
+    python -m tools.bench.fp8 --starts 5    # 45 minutes of one core; writes results/fp8.json and fp8.png
+    python -m tools.bench.fp8 --toy         # seconds; for CI
+    python -m tools.bench.fp8 --controls 3  # how far bf16 runs lie apart: results/fp8_noise.json
 """
 
 import argparse
 import math
 import multiprocessing
+import statistics
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
 from pathlib import Path
 
@@ -42,11 +45,14 @@ from tools.bench.common import RESULTS, command_line, write_result
 
 import matplotlib
 import torch
+from tqdm import tqdm
 
 matplotlib.use("Agg")  # no display needed
 from matplotlib import pyplot
 
 BYTES = 256
+Outcome = tuple[list[float], float]
+"""Loss of every step, and the seconds of CPU time."""
 PRECISIONS: dict[str, dict[str, object]] = {
     "bf16": {},
     "delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
@@ -125,9 +131,8 @@ def batch_of(corpus: torch.Tensor, step: int, options: argparse.Namespace) -> di
 
 def train(
     precision: PrecisionConfig, corpus: torch.Tensor, options: argparse.Namespace, control: int = 0
-) -> tuple[list[float], float]:
-    """The loss of every step, and the seconds of CPU time that it took. A `control` above 0 is the seed of
-    noise of one rounding on the initial weights."""
+) -> Outcome:
+    """One run. A `control` above 0 is the seed of noise of one rounding on the initial weights."""
     torch.set_num_threads(1)
     parallel, before = init_parallel(ParallelConfig(), seed=1), time.process_time()
     model = ModelConfig(
@@ -169,9 +174,7 @@ def measure_noise(corpus: torch.Tensor, options: argparse.Namespace) -> None:
             pool.submit(train, PrecisionConfig(), corpus, options, control)
             for control in range(options.controls + 1)
         ]
-        curves = [run.result()[0] for run in runs]
-    tail = max(1, options.steps // 10)
-    losses = [sum(curve[-tail:]) / tail for curve in curves]
+        losses = _last_losses([run.result() for run in runs])
     rows = [
         {"control": number, "steps": options.steps, "last_loss": round(loss, 5),
          "loss_diff_pct": round(100 * abs(loss / losses[0] - 1), 4)}
@@ -205,6 +208,55 @@ def _means(values: list[float], window: int) -> list[float]:
     return [sum(chunk) / len(chunk) for chunk in chunks]
 
 
+def train_all(
+    precisions: dict[str, PrecisionConfig], corpus: torch.Tensor, options: argparse.Namespace
+) -> dict[str, list[Outcome]]:
+    """What `train` returns for every precision and start, as they finish on a progress bar."""
+    context, numbers = multiprocessing.get_context("spawn"), range(options.starts)
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        runs = {
+            (name, number): pool.submit(train, precision, corpus, options, number)
+            for number in numbers
+            for name, precision in precisions.items()
+        }
+        for _ in tqdm(as_completed(runs.values()), total=len(runs), desc="runs"):
+            pass
+    return {name: [runs[name, number].result() for number in numbers] for name in precisions}
+
+
+def row_of(
+    name: str, precision: PrecisionConfig, outcomes: dict[str, list[Outcome]], options: argparse.Namespace
+) -> dict:
+    """One recipe against bf16."""
+    losses, base = (_last_losses(outcomes[key]) for key in (name, "bf16"))
+    differences = [100 * (ours / theirs - 1) for ours, theirs in zip(losses, base)]
+    loss = statistics.mean(losses)
+    row = {
+        "recipe": name, "fp8": precision.fp8 or "none", "steps": options.steps, "layers": options.layers,
+        "hidden": options.hidden, "tokens_per_step": options.batch * options.seq,
+        "starts": options.starts, "first_loss": round(outcomes[name][0][0][0], 5),
+        "last_loss": round(loss, 5),
+        "loss_diff_pct": round(100 * abs(loss / statistics.mean(base) - 1), 4),
+        "loss_diff_each": [round(difference, 3) for difference in differences],
+    }  # fmt: skip
+    if len(differences) > 1:
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+        row["loss_diff_error"] = round(error, 4)
+    row |= product_errors(precision.recipe, tokens=1024, features=options.hidden)
+    row["cpu_s"] = round(statistics.mean(seconds for _, seconds in outcomes[name]), 1)
+    print(row, flush=True)
+    return row
+
+
+def _last_losses(runs: list[Outcome]) -> list[float]:
+    """Mean loss of the last tenth of each run's steps."""
+    return [statistics.mean(losses[-max(1, len(losses) // 10) :]) for losses, _ in runs]
+
+
+def _mean_curve(runs: list[Outcome]) -> list[float]:
+    return [statistics.mean(step) for step in zip(*(losses for losses, _ in runs))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--toy", action="store_true", help="seconds instead of minutes; for CI")
@@ -215,6 +267,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--controls", type=int, default=0, help="measure the noise of bf16 runs instead")
+    parser.add_argument("--starts", type=int, default=1, help="initial weights that each precision runs from")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     options = parser.parse_args()
     if options.toy:
@@ -224,23 +277,8 @@ def main() -> None:
         measure_noise(corpus, options)
         return
     precisions = {name: PrecisionConfig(**fields) for name, fields in PRECISIONS.items()}
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        runs = {name: pool.submit(train, p, corpus, options) for name, p in precisions.items()}
-        outcomes = {name: run.result() for name, run in runs.items()}
-    rows, curves = [], {name: losses for name, (losses, _) in outcomes.items()}
-    for name, precision in precisions.items():
-        tail = max(1, options.steps // 10)
-        loss, base = (sum(curves[key][-tail:]) / tail for key in (name, "bf16"))
-        rows.append(
-            {"recipe": name, "fp8": precision.fp8 or "none", "steps": options.steps,
-             "layers": options.layers, "hidden": options.hidden,
-             "tokens_per_step": options.batch * options.seq, "first_loss": round(curves[name][0], 5),
-             "last_loss": round(loss, 5), "loss_diff_pct": round(100 * abs(loss / base - 1), 4)}
-            | product_errors(precision.recipe, tokens=1024, features=options.hidden)
-            | {"cpu_s": round(outcomes[name][1], 1)}
-        )  # fmt: skip
-        print(rows[-1], flush=True)
+    outcomes = train_all(precisions, corpus, options)
+    rows = [row_of(name, precisions[name], outcomes, options) for name in precisions]
     fp8 = [row for row in rows if row["fp8"] != "none"]
     summary = {
         "max_loss_diff_pct": max(row["loss_diff_pct"] for row in fp8),
@@ -248,6 +286,7 @@ def main() -> None:
         "time": "cpu_s is emulation on one core and says nothing about FP8 hardware",
     }
     write_result("fp8", command_line("tools.bench.fp8"), rows, summary, folder=options.output)
+    curves = {name: _mean_curve(runs) for name, runs in outcomes.items()}
     plot(curves, options.output / "fp8.png")
 
 

@@ -50,7 +50,8 @@ ROWS = tuple(
          "{loss_gap_equal_steps:+.3f} nats"),
         ("est_speed", "share of the FLOPs that a subnet saves which is saved in time: layers, widths, both",
          "{realised_layers:.0%}, {realised_widths:.0%}, {realised_all:.0%}"),
-        ("fp8", "last loss after {steps} steps, FP8 against bf16: mxfp8, blockwise, delayed, tensorwise",
+        ("fp8", "last loss after {steps} steps, FP8 against bf16, mean of {starts} initial weights (largest "
+         "standard error {error:.2f} %): mxfp8, blockwise, delayed, tensorwise",
          "{mxfp8:.2f} %, {blockwise:.2f} %, {delayed:.2f} %, {tensorwise:.2f} %"),
         ("fp8_noise", "bf16 runs whose initial weights differ by one rounding lie apart by up to",
          "{max_loss_diff_pct:.1f} %"),
@@ -64,7 +65,8 @@ ROWS = tuple(
          "{tokens_compared:,}", "{different}"),
         ("rollout", "decoding against `transformers.generate`, slowest batch size: the small model, "
          "SmolLM2-135M", "{vs_transformers_small:.2f}x, {vs_transformers_smollm2:.2f}x"),
-        ("rollout", "decoding against SGLang on the CPU, slowest cell", "{vs_sglang_min:.2f}x"),
+        ("rollout_sglang", "decoding against SGLang on the CPU, {cells} cells: slowest, median",
+         "{vs_sglang_min:.2f}x, {vs_sglang_median:.2f}x"),
         ("rollout", "speculation over the fastest setting without, batch 1: n-grams, EAGLE",
          "{ngram_b1:.2f}x, {eagle_b1:.2f}x"),
         ("rollout", "the bandit over the fastest setting without, worst cell", "{worst_vs_off:.2f}x"),
@@ -121,7 +123,9 @@ def _derived(name: str, result: Result) -> dict[str, object]:
     if name == "parity":
         return {"steps": rows[0]["steps"], "layouts_count": len(summary["layouts"])}
     if name == "fp8":
-        return {row["recipe"]: row["loss_diff_pct"] for row in rows} | {"steps": rows[0]["steps"]}
+        recipes = {row["recipe"]: row["loss_diff_pct"] for row in rows}
+        error = max(row["loss_diff_error"] for row in rows)
+        return recipes | {"steps": rows[0]["steps"], "starts": rows[0]["starts"], "error": error}
     if name == "durability":
         return {"equal": "bit-equal" if summary["bit_equal"] else "not equal"}
     if name == "checkpoint":

@@ -8,6 +8,7 @@ thread processor time is measured, which load from elsewhere hardly moves; with 
 """
 
 import argparse
+import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -203,6 +204,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="Hugging Face folder instead of the countdown model")
     parser.add_argument("--drafter", type=Path, help="drafter of --model")
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M")
+    parser.add_argument("--sglang", type=Path, help="rollout_sglang.json, for the figure against SGLang")
     parser.add_argument("--prompts", type=Path, help="JSONL file for --model and --smollm2")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
@@ -215,6 +217,10 @@ def parse() -> argparse.Namespace:
         args.train_seconds, args.answer_tokens, args.drafter_prompts = 2.0, 24, 8
         args.drafter_iterations = 4
     return args
+
+
+def _vs_sglang_min(path: Path) -> float:
+    return json.loads(path.read_text(encoding="utf-8"))["summary"]["vs_sglang_min"]
 
 
 def main() -> None:
@@ -240,7 +246,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "vs_transformers_small": worst(small[0]["model"]),
         "vs_transformers_smollm2": worst("smollm2"),
-        "vs_sglang_min": None,
+        "vs_sglang_min": None if args.sglang is None else _vs_sglang_min(args.sglang),
         "ngram_b1": first["ngram_vs_off"],
         "eagle_b1": first["eagle_vs_off"],
         "worst_vs_off": min(row["bandit_vs_off"] for row in rows),

@@ -70,13 +70,22 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rollout_of(prompt: Prompt, sample: int, value: Mapping[str, Any]) -> Rollout:
-    """Raises ValueError where counts of tokens, log-probabilities and versions disagree."""
+def rollout_of(
+    prompt: Prompt, sample: int, value: Mapping[str, Any], *, max_tokens: int
+) -> Rollout:
+    """Raises ValueError where counts of tokens, log-probabilities and versions disagree, or where SGLang cut
+    the response short of `max_tokens` for want of context or cache, which it does without a word."""
     tokens, log_probs = tuple(value["tokens"]), tuple(value["log_probs"])
     versions = versions_of(value["versions"], value["version"], len(tokens))
     if len(tokens) != len(log_probs):
         raise ValueError(
             f"prompt {prompt.prompt_id}: SGLang gave {len(tokens)} tokens and {len(log_probs)} log-probs"
+        )
+    if value["finish"] == FinishReason.LENGTH and len(tokens) < max_tokens:
+        raise ValueError(
+            f"prompt {prompt.prompt_id} of {len(prompt.tokens)} tokens: SGLang ended the response after "
+            f"{len(tokens)} of {max_tokens} tokens: its key/value cache is too small (max_total_tokens, or "
+            "mem_fraction_static in arguments)"
         )
     verify_ct, accepted = value["verify_ct"], value["num_accepted"]
     return Rollout(

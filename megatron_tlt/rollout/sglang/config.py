@@ -60,6 +60,12 @@ class SglangConfig:
                 f"adaptive_steps={self.adaptive_steps} with strategy {self.strategy}: SGLang 0.5.21 changes "
                 "steps of eagle chains (topk=1) only, and starts with num_steps, which must be among them"
             )
+        rows = self.max_total_tokens
+        if rows is not None and rows < self.max_model_len + self.room + _SPARE:
+            raise ValueError(
+                f"max_total_tokens={rows} holds no request of max_model_len={self.max_model_len}: it needs "
+                f"{self.max_model_len + self.room + _SPARE} rows; raise the one or lower the other"
+            )
         if self.weight_transport not in ("folder", "tensor", "group"):
             raise ValueError(f"weight_transport={self.weight_transport!r}: choose folder, tensor or group")
         if self.strategy.drafter not in ("off", "eagle", "ngram"):
@@ -76,6 +82,10 @@ class SglangConfig:
         return max(s.num_draft_tokens, s.num_steps * s.topk, *(n + 1 for n in self.adaptive_steps)) + 1
 
 
+_SPARE = 6
+"""SGLang 0.5.21 ends a response 2 tokens before the end of its context (and of its cache), without a word, and
+takes prompts up to 7 tokens before it: the context is made longer by what it would not use."""
+
 # Without AMX, SGLang's own CPU backend is torch_native, which cannot draft; the kernels of the other one are
 # asked for where speculation runs.
 _CPU = {
@@ -89,6 +99,8 @@ PLUGIN_VARIABLE = "MEGATRON_TLT_SGLANG"
 STATES_VARIABLE = "MEGATRON_TLT_SGLANG_STATES"
 """Has the plugin hand out an EAGLE-3 engine's final states beside the inner ones."""
 _CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+_LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+"""No position beyond the model's is ever computed: the engine checks every request, and the drafts' room."""
 _CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 BANDIT_FILE, ORDER_FILE, STEPS_FILE = "bandit.json", "bandit_order.json", "adaptive.json"
 """State of the bandit inside SGLang, one that it is to go on from, and its candidates in SGLang's form."""
@@ -96,7 +108,7 @@ BANDIT_FILE, ORDER_FILE, STEPS_FILE = "bandit.json", "bandit_order.json", "adapt
 
 def engine_environment(config: SglangConfig, *, device: str, eagle3: bool) -> dict[str, str]:
     """Variables of the engine's process."""
-    found = {PLUGIN_VARIABLE: "1"} | ({STATES_VARIABLE: "1"} if eagle3 else {})
+    found = {PLUGIN_VARIABLE: "1", _LONGER_CONTEXT: "1"} | ({STATES_VARIABLE: "1"} if eagle3 else {})
     if device == "cuda":
         return found
     found |= _CPU_ENVIRONMENT
@@ -114,14 +126,14 @@ def engine_arguments(
     arguments: dict[str, Any] = {
         "model_path": str(target), "skip_tokenizer_init": True, "skip_server_warmup": True,
         "dtype": str(config.dtype).removeprefix("torch."), "tp_size": config.tp_size,
-        "context_length": config.max_model_len + config.room,
+        "context_length": config.max_model_len + config.room + _SPARE,
         "max_running_requests": config.max_running_requests,
         "random_seed": config.seed, "enable_return_hidden_states": True, "log_level": "error",
     }  # fmt: skip
     strategy = config.strategy
     rows = config.max_total_tokens
     if rows is None and device == "cpu":
-        rows = config.max_running_requests * (config.max_model_len + 2 * config.room + 1)
+        rows = config.max_running_requests * (config.max_model_len + 2 * config.room + _SPARE)
     if rows is not None:
         arguments["max_total_tokens"] = rows
     if device == "cpu":

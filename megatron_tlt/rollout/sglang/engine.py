@@ -164,7 +164,9 @@ class SglangEngine:
         return self._finish(request, answer.get("value", NOTHING))
 
     def _finish(self, request: _Open, value: dict[str, Any]) -> Rollout:
-        rollout = rollout_of(request.prompt, request.sample, value)
+        rollout = rollout_of(
+            request.prompt, request.sample, value, max_tokens=request.params.max_tokens
+        )
         self._tokens += len(rollout.tokens)
         self._speculated += rollout.num_accepted + rollout.verify_ct
         self._verify_ct += rollout.verify_ct
