@@ -83,7 +83,7 @@ class SglangConfig:
 
 
 _SPARE = 6
-"""SGLang 0.5.21 ends a response 2 tokens before the end of its context (and of its cache), without a word, and
+"""SGLang 0.5.21 ends a response 2 tokens before the end of its context (and of its cache), in silence, and
 takes prompts up to 7 tokens before it: the context is made longer by what it would not use."""
 
 # Without AMX, SGLang's own CPU backend is torch_native, which cannot draft; the kernels of the other one are
