@@ -76,9 +76,11 @@ class _Engine:
     """One rank: its clock, its policy, its running responses."""
 
     def __init__(
-        self, policy: StrategyPolicy, costs: CostTable, queue: deque[TraceResponse], *, max_batch: int
-    ) -> None:
+        self, policy: StrategyPolicy, costs: CostTable, queue: deque[TraceResponse], *, max_batch: int,
+        draft_version: int,
+    ) -> None:  # fmt: skip
         self.policy, self.costs, self.queue, self.max_batch = policy, costs, queue, max_batch
+        self.draft_version = draft_version
         self.clock, self.steps, self.used = 0.0, 0, Counter()
         self.running: list[_Running] = []
         self.prefilled: set[int] = set()
@@ -116,6 +118,7 @@ class _Engine:
         return StepContext(
             accept_rate=sum(r.rate for r in self.running) / count,
             remaining=sum(r.response.tokens - r.position for r in self.running) / count,
+            draft_version=self.draft_version,
         )
 
 
@@ -127,8 +130,9 @@ def replay(
     max_batch: int,
     ranks: int = 1,
     sharing: Literal["static", "queue"] = "static",
+    draft_version: int = 0,
 ) -> ReplayResult:
-    """Simulated rollout of the whole trace; every rank has a policy of its own.
+    """Simulated rollout of the whole trace; every rank has a policy of its own, told of `draft_version`.
 
     `sharing`: "static" deals prompts (whole groups) out in turn before the start; with "queue" the ranks take
     responses from one queue as they have room, none having more than its share under way. Raises ValueError
@@ -146,7 +150,10 @@ def replay(
         queues = [
             deque(r for r in trace if prompts[r.prompt_id] % ranks == rank) for rank in range(ranks)
         ]
-    engines = [_Engine(make_policy(), costs, queue, max_batch=room) for queue in queues]
+    engines = [
+        _Engine(make_policy(), costs, queue, max_batch=room, draft_version=draft_version)
+        for queue in queues
+    ]
     order = [(0.0, rank) for rank in range(ranks)]
     while order:  # always the engine whose clock is behind
         _, rank = heapq.heappop(order)

@@ -4,7 +4,8 @@ Bucketed epsilon-greedy multi-armed bandit (TLT, algorithm 1): inside the bucket
 batch size, the arm with the best median tokens/s over a sliding window, or with probability epsilon
 another one. What differs: "off" is an ordinary arm; the reward is the step's own tokens/s; a
 measured cost profile stands in for arms not tried yet; an arm must win by a margin before it
-replaces the current one; exploration skips hopeless arms most of the time; the state can be saved.
+replaces the current one; an arm that could not win were all its drafts accepted is not tried to the end;
+exploration skips hopeless arms most of the time; the state can be saved.
 """
 
 import bisect
@@ -113,6 +114,7 @@ class BanditTuner:
             )
         self.prior = dict(prior or {})
         self.rewards: dict[tuple[int, str], deque[float]] = {}
+        self.ceilings: dict[tuple[int, str], deque[float]] = {}
         self.current: dict[int, Strategy] = {}
         self.decisions = 0
 
@@ -134,7 +136,8 @@ class BanditTuner:
             return arms[0]
         for arm in arms:  # first trials, for long enough that one slow step does not decide
             seen = len(self.rewards.get((bucket, str(arm)), ()))
-            if seen < self.config.warmup and (seen or (bucket, str(arm)) not in self.prior):
+            untried = seen < self.config.warmup and (seen or (bucket, str(arm)) not in self.prior)
+            if untried and not self._beaten(bucket, arm):
                 return arm
         estimates = {arm: self.estimate(bucket, arm) for arm in arms}
         best = max(arms, key=lambda arm: estimates[arm])
@@ -142,26 +145,37 @@ class BanditTuner:
         if estimates[best] > estimates[current] * (1 + self.config.margin):
             current = best
         self.current[bucket] = current
-        return self._explore(arms, estimates, current) or current
+        return self._explore(bucket, estimates, current) or current
 
-    def _explore(self, arms: list[Strategy], estimates: dict, current: Strategy) -> Strategy | None:
+    def _beaten(self, bucket: int, arm: Strategy) -> bool:
+        """Whether another arm brings more than this one would if all its drafts were accepted."""
+        ceilings = self.ceilings.get((bucket, str(arm)), ())
+        if len(ceilings) < 2:
+            return False
+        others = (self.estimate(bucket, other) for other in self.arms[bucket] if other != arm)
+        return max(ceilings) < max((x for x in others if x is not None), default=0.0)
+
+    def _explore(self, bucket: int, estimates: dict, current: Strategy) -> Strategy | None:
         rng = random.Random(f"{self.config.seed}:{self.decisions}")
         if rng.random() >= self.config.epsilon:
             return None
-        arm = rng.choice([a for a in arms if a != current])
+        arm = rng.choice([a for a in estimates if a != current])
         hopeless = estimates[arm] < self.config.hopeless * estimates[current]
+        hopeless = hopeless or self._beaten(bucket, arm)
         return None if hopeless and rng.random() >= 0.1 else arm
 
     def record(self, strategy: Strategy, *, batch: int, tokens: int, seconds: float) -> None:
-        key = (self.bucket(batch), str(strategy))
-        window = self.rewards.setdefault(key, deque(maxlen=self.config.window))
-        window.append(tokens / max(seconds, 1e-9))
+        key, most = (self.bucket(batch), str(strategy)), batch * (1 + strategy.num_steps)
+        for windows, reward in ((self.rewards, tokens), (self.ceilings, most)):
+            window = windows.setdefault(key, deque(maxlen=self.config.window))
+            window.append(reward / max(seconds, 1e-9))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists and numbers: may be written as JSON."""
         return {
             "decisions": self.decisions,
             "rewards": [[bucket, name, list(r)] for (bucket, name), r in self.rewards.items()],
+            "ceilings": [[bucket, name, list(r)] for (bucket, name), r in self.ceilings.items()],
             "current": [[bucket, str(arm)] for bucket, arm in self.current.items()],
         }
 
@@ -169,15 +183,21 @@ class BanditTuner:
         """Restore `state_dict`; arms that no longer exist are dropped."""
         self.decisions = state["decisions"]
         known = {(i, str(arm)): arm for i, arms in enumerate(self.arms) for arm in arms}
-        self.rewards = {
-            (bucket, name): deque(rewards, maxlen=self.config.window)
-            for bucket, name, rewards in state["rewards"]
-            if (bucket, name) in known
-        }
+        self.rewards, self.ceilings = (
+            {
+                (bucket, name): deque(values, maxlen=self.config.window)
+                for bucket, name, values in state[kind]
+                if (bucket, name) in known
+            }
+            for kind in ("rewards", "ceilings")
+        )
         self.current = {b: known[b, name] for b, name in state["current"] if (b, name) in known}
 
 
 def forget_arms(state: Mapping[str, Any], drafters: Collection[str]) -> dict[str, Any]:
     """A bandit's `state_dict` without what it measured of these drafters: they are tried anew."""
-    kept = [entry for entry in state["rewards"] if entry[1].split("_")[0] not in drafters]
-    return {**state, "rewards": kept}
+    kept = {
+        kind: [entry for entry in state[kind] if entry[1].split("_")[0] not in drafters]
+        for kind in ("rewards", "ceilings")
+    }
+    return {**state, **kept}

@@ -64,6 +64,23 @@ def test_a_small_gain_does_not_switch():
     assert tuner.select(1) == ARMS[1]
 
 
+def test_an_arm_that_cannot_win_is_not_tried_to_the_end():
+    """A step of ten times the time brings at most five times the tokens."""
+    tuner, seconds = BanditTuner(ARMS, TunerConfig(epsilon=0)), dict(zip(ARMS, (1.0, 10.0, 2.0)))
+    tried = []
+    for _ in range(12):
+        arm = tuner.select(2)
+        tried.append(arm)
+        tuner.record(arm, batch=2, tokens=2 * (arm.num_steps + 1), seconds=seconds[arm])
+    assert tried == [OFF] * 3 + [ARMS[1]] * 2 + [ARMS[2]] * 7
+    tuner.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert tuner.select(2) == ARMS[2]
+    for _ in range(50):  # the winner becomes so slow that the other may win again
+        tuner.record(ARMS[2], batch=2, tokens=8, seconds=100.0)
+        tuner.record(OFF, batch=2, tokens=2, seconds=100.0)
+    assert tuner.select(2) == ARMS[1]
+
+
 def test_a_prior_replaces_first_trials():
     prior = {(i, str(arm)): 10.0 + 5 * (arm == OFF) for i in range(4) for arm in ARMS}
     tuner = BanditTuner(ARMS, TunerConfig(epsilon=0), prior=prior)

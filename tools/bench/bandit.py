@@ -1,10 +1,12 @@
 """What the bandits lose against the best static strategy in hindsight, on real timings, and under drift.
 
-*real*: at each batch size all static strategies and policies alternate in one process on the same prompts.
-*replay*: the same responses in the simulator, from the recorded trace and the measured costs of a step;
-says how well its clock predicts the real one. *drift*: replayed; half-way the drafter goes stale (its
-drafts are never accepted), or a new one arrives. "released" is the configuration that the TLT release
-ships: one strategy a bucket, the widest verification for the smallest batch.
+*real*: at each batch size (slots of the engine, refilled as responses finish) all static strategies and
+policies alternate in one process on the same prompts, twice as many as the slots and at least `--prompts`.
+*replay*: the same responses in the simulator, from the recorded trace and the measured costs of a step; says
+how well its clock predicts the real one. *drift*: replayed; half-way the drafter goes stale (its drafts are
+never accepted, and nobody says so), or a new one arrives, of which RL tells the policies. "released" is the
+configuration that the TLT release ships: one strategy a bucket, the widest verification for the smallest
+batch.
 """
 
 import argparse
@@ -21,13 +23,14 @@ from megatron_tlt.rollout.costs import CostTable
 from megatron_tlt.rollout.native.engine import NativeEngine
 from megatron_tlt.rollout.replay import replay
 from megatron_tlt.rollout.trace import TraceResponse, trace_of
-from megatron_tlt.rollout.tuner import BanditTuner, FixedPolicy, StrategyPolicy
+from megatron_tlt.rollout.tuner import BanditTuner, FixedPolicy, StrategyPolicy, forget_arms
 from megatron_tlt.types import OFF, Prompt, Rollout, SamplingParams, StepRecord, Strategy
 from tools import countdown_model
 from tools.bench.common import RESULTS, command_line, write_result
 from tools.bench.rollout import EAGLES, NGRAM, Target, small_target
 
 STATIC = [OFF, NGRAM, *EAGLES]
+TRAINED = ("eagle", "hybrid")
 POLICIES = ("bandit", "contextual", "released")
 
 
@@ -48,12 +51,10 @@ def makers(costs: CostTable) -> dict[str, Callable[[], StrategyPolicy]]:
 class Lane:
     """One engine at one batch size, with all that its runs showed."""
 
-    def __init__(self, target: Target, prompts: list[Prompt], args: argparse.Namespace) -> None:
-        length = max(len(p.tokens) for p in prompts) + args.tokens
-        self.engine: NativeEngine = target.engine(
-            torch.float32, len(prompts), length, FixedPolicy()
-        )
-        self.prompts = prompts
+    def __init__(self, target: Target, batch: int, args: argparse.Namespace) -> None:
+        self.prompts: list[Prompt] = target.prompts[: max(args.prompts, 2 * batch)]
+        length = max(len(p.tokens) for p in self.prompts) + args.tokens
+        self.engine: NativeEngine = target.engine(torch.float32, batch, length, FixedPolicy())
         self.params = SamplingParams(
             temperature=args.temperature, max_tokens=args.tokens, stop_token_ids=(countdown_model.EOS,)
         )
@@ -82,7 +83,7 @@ def measure(
     target: Target, batch: int, args: argparse.Namespace
 ) -> tuple[list[dict], list[TraceResponse], CostTable]:
     """Real and replayed rows of one batch size; its trace and costs."""
-    lane = Lane(target, target.prompts[:batch], args)
+    lane = Lane(target, batch, args)
     for strategy in STATIC:  # costs for the contextual bandit, and warm-up
         lane.run(str(strategy), FixedPolicy(strategy=strategy))
     lane.records.clear()
@@ -121,12 +122,11 @@ def measure(
 
 def stale(trace: list[TraceResponse]) -> list[TraceResponse]:
     """The same responses with a drafter that is never right."""
-    trained = ("eagle", "hybrid")
     return [
         replace(
             r,
             accepts={
-                name: (0,) * r.tokens if name.startswith(trained) else counts
+                name: (0,) * r.tokens if name.startswith(TRAINED) else counts
                 for name, counts in r.accepts.items()
             },
         )
@@ -147,12 +147,15 @@ def drift(trace: list[TraceResponse], costs: CostTable, *, batch: int, repeats: 
             for half in halves
         ]
         for policy, make in makers(costs).items():
-            one = make()  # lives through both halves
-            spent = sum(
-                replay(half, lambda: one, costs, max_batch=batch).seconds
-                for half in halves
-                for _ in range(repeats)
-            )
+            one, spent = make(), 0.0  # lives through both halves
+            for version, half in enumerate(halves):
+                arrives = version == 1 and half is trace
+                if arrives and isinstance(one, BanditTuner):  # as rl.drafting does it
+                    one.load_state_dict(forget_arms(one.state_dict(), TRAINED))
+                spent += sum(
+                    replay(half, lambda: one, costs, max_batch=batch, draft_version=int(arrives)).seconds
+                    for _ in range(repeats)
+                )
             rows.append(
                 {"kind": "drift", "batch": batch, "case": name, "policy": policy,
                  "regret": round(spent / (repeats * sum(best)) - 1, 4)}
@@ -171,6 +174,7 @@ def main() -> None:
     parser.add_argument("--drafter-prompts", type=int, default=256)
     parser.add_argument("--drafter-iterations", type=int, default=300)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32])
+    parser.add_argument("--prompts", type=int, default=12, help="prompts of a run, or two a slot where more")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--runs", type=int, default=4)
