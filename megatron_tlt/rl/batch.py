@@ -1,6 +1,10 @@
 """A step's responses laid out for training: who computes which, in which micro-batch, what is known of them.
 
 Every rank holds all samples as numbers and finds the same plan; tensors exist for this rank's share alone.
+
+A response whose advantage is exactly 0 (its group's rewards are all equal, or it does not count) adds exactly
+nothing to the gradient of a loss without KL and entropy. Such responses are counted, in what the loss is
+divided by, but not computed: where the policy mostly solves or mostly fails a prompt, half of all tokens.
 """
 
 from collections.abc import Sequence
@@ -9,7 +13,12 @@ from dataclasses import dataclass
 from megatron_tlt.ops.packing import MicroBatch, PackingStats, packing_stats, plan_micro_batches
 from megatron_tlt.ops.policy_loss import GlobalCounts
 from megatron_tlt.parallel import Parallel
-from megatron_tlt.rl.algorithms import AlgorithmConfig, ShapedRewards, shape_rewards
+from megatron_tlt.rl.algorithms import (
+    AlgorithmConfig,
+    ShapedRewards,
+    sequence_advantages_of,
+    shape_rewards,
+)
 from megatron_tlt.rl.dump import Sample
 from megatron_tlt.train.packed import build_micro_batches
 
@@ -51,6 +60,8 @@ class TrainBatch:
     """Of each update, over all ranks."""
     stats: PackingStats
     """Of the first update."""
+    num_left_out: int
+    """Responses that no rank computes."""
 
     @property
     def shards(self) -> list[Shard]:
@@ -73,6 +84,8 @@ class BatchLayout:
     max_response_len: int
     packed: bool = True
     """False: one sequence a row (the slow twin)."""
+    skip_zero_advantage: bool = False
+    """Leave out what has no gradient."""
 
 
 def build_train_batch(
@@ -98,11 +111,16 @@ def build_train_batch(
         usable=torch.tensor([s.usable for s in samples]),
     )
     sizes = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+    groups = torch.tensor([s.group for s in samples])
+    teaches = [True] * len(samples)
+    if layout.skip_zero_advantage:
+        teaches = _have_gradient(algorithm, shaped, groups)
     chunks = parallel.config.num_model_chunks
     plans, counts, stats = [], [], None
     for first in range(0, len(samples), layout.global_batch_size):
         members = range(first, min(first + layout.global_batch_size, len(samples)))
-        cut = [sizes[i] for i in members]
+        taken = [i for i in members if teaches[i]]
+        cut = [sizes[i] for i in taken]
         plan = plan_micro_batches(
             cut,
             max_tokens=layout.max_tokens,
@@ -110,7 +128,7 @@ def build_train_batch(
             multiple_of=parallel.config.pipeline_model_parallel_size if chunks > 1 else 1,
         )
         stats = stats or packing_stats(plan, cut, max_tokens=layout.max_tokens)
-        plans.append([[members[i] for i in part] for part in plan[parallel.dp_rank]])
+        plans.append([[taken[i] for i in part] for part in plan[parallel.dp_rank]])
         counts.append(_count(shaped, lengths, members, algorithm, layout))
     batches = iter(
         build_micro_batches(
@@ -120,13 +138,24 @@ def build_train_batch(
     )  # fmt: skip
     return TrainBatch(
         samples=list(samples),
-        groups=torch.tensor([s.group for s in samples]),
+        groups=groups,
         lengths=lengths,
         shaped=shaped,
         updates=[[_shard(next(batches), samples, shaped) for _ in plan] for plan in plans],
         counts=counts,
         stats=stats,
+        num_left_out=teaches.count(False),
     )
+
+
+def _have_gradient(
+    algorithm: AlgorithmConfig, shaped: ShapedRewards, groups: torch.Tensor
+) -> list[bool]:
+    """Whether each response can move the policy. KL and entropy move it everywhere, and whitening needs the
+    moments of all tokens: with one of them every response is computed."""
+    if algorithm.needs_reference or algorithm.entropy_coef > 0 or algorithm.normalize_advantages:
+        return [True] * len(groups)
+    return (sequence_advantages_of(algorithm, shaped, groups) != 0).tolist()
 
 
 def _count(

@@ -111,6 +111,10 @@ class RlTrainingConfig:
     """Tokens of one packed micro-batch, at most."""
     reuse_forward: bool = True
     """With one update a step, take old log-probabilities from its own forward pass, not from one before."""
+    skip_zero_advantage: bool = True
+    """Leave out of the update what has no gradient: groups with equal rewards and responses that do not
+    count, unless KL, entropy bonus or whitening give them one. Nothing is learned differently; metrics of
+    log-probabilities and entropy are those of the responses that were computed."""
     seed: int = 1234
     """Seed of prompt order and of the draws."""
     bf16: bool = False

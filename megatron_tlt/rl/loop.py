@@ -127,6 +127,7 @@ def update(run: RlRun, samples: list[Sample]) -> Metrics:
         global_batch_size=config.global_batch_size,
         max_tokens=config.training.max_tokens_per_gpu,
         max_response_len=config.rollout.max_response_len,
+        skip_zero_advantage=config.training.skip_zero_advantage,
     )
     with run.clock("log_probs"):
         batch = build_train_batch(samples, config.algorithm, layout, parallel=run.parallel)
@@ -136,6 +137,7 @@ def update(run: RlRun, samples: list[Sample]) -> Metrics:
         metrics |= trainer.update(batch)
     return metrics | {
         "perf/num_micro_batches": batch.stats.num_micro_batches,
+        "perf/zero_advantage_skipped": batch.num_left_out,
         "perf/packing_fill": batch.stats.fill,
         "perf/packing_imbalance": batch.stats.imbalance,
     }

@@ -1,5 +1,7 @@
 """One RL step is the same under every layout; runs resume; the engine has the trainer's weights."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_tlt.rl.dump import read_dump, write_dump
@@ -284,3 +286,33 @@ def test_reward_rises_from_a_random_policy_and_the_same_seed_gives_the_same_run(
         rewards.append([m["rollout/raw_reward"] for m in read_metrics(tmp_path / name)])
     assert rewards[0] == rewards[1]
     assert sum(rewards[0][-3:]) / 3 > sum(rewards[0][:3]) / 3 + 0.2
+
+
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo", "gspo", "rloo"])
+def test_leaving_out_responses_without_gradient_changes_nothing(tmp_path, algorithm):
+    """Two updates, the second of groups with equal rewards and of one that was cut off."""
+    bare = {"kl_coef": 0.0, "kl_loss_coef": 0.0, "entropy_coef": 0.0, "truncation": "mask"}
+    found = []
+    for skip in (True, False):
+        root = tmp_path / str(skip)
+        root.mkdir()
+        write_prompts(root / "prompts.jsonl")
+        samples = write_fixed_dump(root / "dump")
+        flat = [replace(s, reward=replace(s.reward, score=0.5)) for s in samples[8:]]
+        write_dump(root / "dump", 1, [*samples[:8], *flat])
+        sections = {
+            "debug_train_only": True, "load_debug_rollout_data": str(root / "dump"),
+            "AlgorithmConfig": {"algorithm": algorithm} | ALGORITHMS[algorithm] | bare,
+            "RlTrainingConfig": {
+                "train_iters": 1, "global_batch_size": 8, "max_tokens_per_gpu": 64,
+                "skip_zero_advantage": skip,
+            },
+        }  # fmt: skip
+        weights = run_distributed(run_loop, 2, root, ONE, sections)[0]["weights"]
+        found.append((read_metrics(root)[0], weights))
+    (fast, fast_weights), (slow, slow_weights) = found
+    assert fast["perf/zero_advantage_skipped"] >= 8 and slow["perf/zero_advantage_skipped"] == 0
+    assert slow["train/grad_norm"] > 0.01
+    for key in ("train/loss", "train/pg_loss", "train/grad_norm", "rollout/raw_reward"):
+        assert fast[key] == pytest.approx(slow[key], abs=1e-6), key
+    assert largest_weight_difference(fast_weights, slow_weights) <= 1e-6
