@@ -13,9 +13,11 @@ from tools.bench.est_summary import reaches, summarise
 from tools.bench.est_variants import VARIANTS, model_options
 
 
-def run_of(variant: str, losses: list[float], *, lr=1e-3, seed=1, cost=1.0) -> dict:
+def run_of(
+    variant: str, losses: list[float], *, lr=1e-3, seed=1, cost=1.0, regime="single_epoch"
+) -> dict:
     cell = {
-        "shape": "gpt2", "regime": "limited", "hidden": 64, "layers": 4, "seq": 32, "steps": 4,
+        "shape": "gpt2", "regime": regime, "hidden": 64, "layers": 4, "seq": 32, "steps": 4,
         "global_batch": 8, "dtype": "fp32", "variant": variant, "est": {}, "lr": lr, "seed": seed,
     }  # fmt: skip
     curve = [
@@ -57,6 +59,23 @@ def test_a_rate_is_chosen_on_the_seeds_that_all_rates_have():
     ]  # fmt: skip
     row = {row["variant"]: row for row in summarise(runs)[0]}["a"]
     assert (row["lr"], row["seeds"], row["loss_gap_equal_steps"]) == (1e-3, 2, 3.0)
+
+
+def test_where_tokens_are_repeated_the_best_loss_counts():
+    limited = dict(regime="limited")
+    runs = [
+        run_of("dense", [5.0, 3.0, 4.0, 9.0], **limited),
+        run_of("dense", [5.0, 4.5, 4.0, 3.5], lr=2e-3, **limited),  # better at the end, worse at its best
+        run_of("a", [4.0, 3.5, 2.5, 8.0], cost=0.5, **limited),
+        run_of("dense", [3.0, 2.0]),
+        run_of("a", [2.0, 1.0], cost=0.5),
+    ]
+    rows, summary = summarise(runs)
+    row = {(row["regime"], row["variant"]): row for row in rows}["limited", "a"]
+    assert (row["dense_lr"], row["best_loss"], row["best_loss_gap"]) == (1e-3, 2.5, -0.5)
+    assert row["flops_to_dense_loss"] == pytest.approx(12.5 / 20)  # at 3.0, half-way from 3.5 to 2.5
+    assert summary["limited_best_loss_gap"] == -0.5 and summary["limited_groups"] == 1
+    assert summary["flops_to_dense_loss"] == 0.25 and summary["groups"] == 1
 
 
 def test_one_seed_that_never_reaches_the_dense_loss_leaves_no_figure():

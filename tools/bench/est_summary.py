@@ -4,6 +4,10 @@ A group is one shape in one regime at one size. In a group each variant stands w
 was best for it over the seeds that all its rates have run, and is compared with dense, at dense's best
 rate, seed by seed. `flops_to_dense_loss` is where its validation curve (linear between evaluations) first
 is at dense's final loss, as a fraction of dense's FLOPs; None when it is not for some seed.
+
+Where tokens are repeated (`limited`) the models overfit, and the final loss says when rather than how well:
+there the best loss of each curve counts, which is what stopping at the right moment would have kept, and
+`..._to_dense_loss` is the way to dense's best loss over dense's own way there.
 """
 
 import statistics
@@ -34,17 +38,27 @@ def grouped(runs: list[dict]) -> dict[Group, dict[str, BySeed]]:
 
 
 def best_rate(rates: dict[float, BySeed]) -> BySeed:
-    """The runs of the learning rate with the least final loss over the seeds that every rate has."""
+    """The runs of the learning rate with the least loss (final, or best where tokens are repeated) over the
+    seeds that every rate has."""
     common = set.intersection(*(set(seeds) for seeds in rates.values()))
 
     def mean_loss(seeds: BySeed) -> float:
-        return statistics.mean(final(seeds[seed])["loss"] for seed in common or seeds)
+        return statistics.mean(_counts(seeds[seed]) for seed in common or seeds)
 
     return min(rates.values(), key=mean_loss)
 
 
+def _counts(run: dict) -> float:
+    return best_loss(run) if run["cell"]["regime"] == "limited" else final(run)["loss"]
+
+
 def final(run: dict) -> dict:
     return run["curve"][-1]
+
+
+def best_loss(run: dict) -> float:
+    """The least validation loss of any evaluation."""
+    return min(point["loss"] for point in run["curve"])
 
 
 def reaches(curve: list[dict], loss: float, column: str) -> float | None:
@@ -65,6 +79,7 @@ def row_of(group: Group, variant: str, runs: BySeed, dense: BySeed) -> dict:
     seeds = sorted(set(runs) & set(dense))
     pairs = [(runs[seed], dense[seed]) for seed in seeds]
     gaps = [final(ours)["loss"] - final(theirs)["loss"] for ours, theirs in pairs]
+    best = [(best_loss(ours), best_loss(theirs)) for ours, theirs in pairs]
     some = pairs[0][0]
     cell = some["cell"]
     row = dict(zip(_GROUP, group)) | {
@@ -76,6 +91,8 @@ def row_of(group: Group, variant: str, runs: BySeed, dense: BySeed) -> dict:
         "final_loss": _mean([final(ours)["loss"] for ours, _ in pairs]),
         "loss_gap_equal_steps": _mean(gaps),
         "loss_gap_sd": round(statistics.stdev(gaps), 4) if len(gaps) > 1 else None,
+        "best_loss": _mean([ours for ours, _ in best]),
+        "best_loss_gap": _mean([ours - theirs for ours, theirs in best]),
         "est": cell["est"],
     }  # fmt: skip
     for name, column in (("flops", "flops"), ("seconds", "cpu_s"), ("wall_seconds", "wall_s")):
@@ -87,8 +104,11 @@ def row_of(group: Group, variant: str, runs: BySeed, dense: BySeed) -> dict:
 
 
 def _fraction(ours: dict, dense: dict, column: str) -> float | None:
-    where = reaches(ours["curve"], final(dense)["loss"], column)
-    return None if where is None else where / final(dense)[column]
+    where = reaches(ours["curve"], _counts(dense), column)
+    if where is None:
+        return None
+    limited = dense["cell"]["regime"] == "limited"
+    return where / (reaches(dense["curve"], _counts(dense), column) if limited else final(dense)[column])
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -108,8 +128,10 @@ def summarise(runs: list[dict]) -> tuple[list[dict], dict]:
             ]
     if all(row["variant"] == "dense" for row in rows):
         raise SystemExit("nothing to compare: the runs hold no variant beside a dense run of its seed")
-    best = best_variant(rows)
-    ours = [row for row in rows if row["variant"] == best]
+    single = [row for row in rows if row["regime"] != "limited"]
+    best = best_variant(single or rows)
+    ours = [row for row in single or rows if row["variant"] == best]
+    limited = [row for row in rows if row["regime"] == "limited" and row["variant"] == best]
     figures = ("flops_to_dense_loss", "seconds_to_dense_loss", "loss_gap_equal_steps")
     summary = {name: _mean([row[name] for row in ours]) for name in figures} | {
         "variant": best,
@@ -117,6 +139,9 @@ def summarise(runs: list[dict]) -> tuple[list[dict], dict]:
         "groups": len(ours),
         "time": "CPU seconds of one thread over training steps, which other processes move least",
     }
+    if single and limited:
+        summary["limited_best_loss_gap"] = _mean([row["best_loss_gap"] for row in limited])
+        summary["limited_groups"] = len(limited)
     return rows, summary
 
 

@@ -62,15 +62,19 @@ def est_curve_table(rows: list[dict]) -> list[str]:
         found = [cells.get((variant, setting)) for setting in settings]
         lines.append([variant, *("" if r is None else _curve_cell(r) for r in found)])
     return [
-        "Validation loss minus the dense run's at equal steps, nats ± standard deviation over seeds; FLOPs "
-        "over the dense run's (dense: its loss).",
+        "Validation loss minus the dense run's at equal steps, nats ± standard deviation over seeds (one seed: "
+        "none); FLOPs over the dense run's (dense: its loss). `limited`: few tokens over and over, so the best "
+        "loss of each run, not the last.",
         _table(["variant", *head], lines),
     ]
 
 
 def _curve_cell(row: dict) -> str:
+    limited = row["regime"] == "limited"
     if row["variant"] == "dense":
-        return f"{row['final_loss']:.3f}"
+        return f"{row['best_loss' if limited else 'final_loss']:.3f}"
+    if limited:
+        return f"{row['best_loss_gap']:+.3f}, {row['flops_of_dense']:.0%}"
     spread = "" if row["loss_gap_sd"] is None else f" ± {row['loss_gap_sd']:.3f}"
     return f"{row['loss_gap_equal_steps']:+.3f}{spread}, {row['flops_of_dense']:.0%}"
 
