@@ -62,9 +62,9 @@ def est_curve_table(rows: list[dict]) -> list[str]:
         found = [cells.get((variant, setting)) for setting in settings]
         lines.append([variant, *("" if r is None else _curve_cell(r) for r in found)])
     return [
-        "Validation loss minus the dense run's at equal steps, nats ± standard deviation over seeds (one seed: "
-        "none); FLOPs over the dense run's (dense: its loss). `limited`: few tokens over and over, so the best "
-        "loss of each run, not the last.",
+        "Validation loss minus the dense run's at equal steps, nats ± standard deviation over seeds (of one "
+        "seed none); FLOPs over the dense run's (dense: its loss). `limited`: few tokens over and over, so "
+        "the best loss of each run, not the last.",
         _table(["variant", *head], lines),
     ]
 
