@@ -25,7 +25,8 @@ BySeed = dict[int, dict]
 
 
 def grouped(runs: list[dict]) -> dict[Group, dict[str, BySeed]]:
-    """group -> variant -> seed -> run, at the learning rate that is best for the variant."""
+    """group -> variant -> seed -> run, at the learning rate that is best for the variant; only groups that
+    have something to compare with dense, or with each other."""
     by_rate: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for run in runs:
         cell = run["cell"]
@@ -34,6 +35,7 @@ def grouped(runs: list[dict]) -> dict[Group, dict[str, BySeed]]:
     return {
         group: {variant: best_rate(rates) for variant, rates in variants.items()}
         for group, variants in by_rate.items()
+        if len(variants) > 1
     }
 
 
