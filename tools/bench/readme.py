@@ -108,7 +108,7 @@ ROWS = tuple(
     )
 )  # fmt: skip
 PLOTS = (("est_curve", "Validation loss against FLOPs and time, EST and its rivals"),
-         ("rl", "GRPO on countdown, three seeds; the seconds of seeds 1 and 2 were taken beside other work"),
+         ("rl", "GRPO on countdown, three seeds; the seconds of seeds 1 and 2 were taken beside short tests"),
          ("cluster_replay", "Predicted speed-up of rollouts by number of ranks"),
          ("fp8", "Training loss of each FP8 recipe beside bf16"),
          ("report", "The report's timeline: a made-up step of four ranks, from the benchmark"))  # fmt: skip

@@ -99,6 +99,8 @@ def run_ours(settings: dict, *, ranks: int, cores: int, speculation: str = "off"
         "algorithm.kl_loss_coef": 0.0,
         "training.train_iters": settings["steps"],
         "training.seed": settings["seed"],
+        # The random model solves nothing, so all advantages are 0: both sides compute them nevertheless.
+        "training.skip_zero_advantage": False,
         "optimizer.lr": settings["lr"],
         "optimizer.lr_decay_style": "constant",
         "optimizer.weight_decay": 0.0,
