@@ -290,7 +290,7 @@ def test_reward_rises_from_a_random_policy_and_the_same_seed_gives_the_same_run(
 
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo", "gspo", "rloo"])
 def test_leaving_out_responses_without_gradient_changes_nothing(tmp_path, algorithm):
-    """Two updates, the second of groups with equal rewards and of one that was cut off."""
+    """Two updates; in the second, rewards are equal within every group."""
     bare = {"kl_coef": 0.0, "kl_loss_coef": 0.0, "entropy_coef": 0.0, "truncation": "mask"}
     found = []
     for skip in (True, False):

@@ -41,7 +41,7 @@ BENCHMARKS = {
     "est_curve": Benchmark(
         module="tools.bench.est", before=("curve",), full=("curve", "--summary"), toy=("curve", "--toy")
     ),
-    "fp8": Benchmark(module="tools.bench.fp8", full=("--starts", "5"), toy=("--toy", "--starts", "2")),
+    "fp8": Benchmark(module="tools.bench.fp8"),
     "fp8_noise": Benchmark(
         module="tools.bench.fp8", full=("--controls", "3"), toy=("--toy", "--controls", "1")
     ),

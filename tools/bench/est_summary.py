@@ -45,12 +45,13 @@ def best_rate(rates: dict[float, BySeed]) -> BySeed:
     common = set.intersection(*(set(seeds) for seeds in rates.values()))
 
     def mean_loss(seeds: BySeed) -> float:
-        return statistics.mean(_counts(seeds[seed]) for seed in common or seeds)
+        return statistics.mean(compared_loss(seeds[seed]) for seed in common or seeds)
 
     return min(rates.values(), key=mean_loss)
 
 
-def _counts(run: dict) -> float:
+def compared_loss(run: dict) -> float:
+    """The loss that stands for a run, nats a token: its best where tokens repeat, else its last."""
     return best_loss(run) if run["cell"]["regime"] == "limited" else final(run)["loss"]
 
 
@@ -106,11 +107,11 @@ def row_of(group: Group, variant: str, runs: BySeed, dense: BySeed) -> dict:
 
 
 def _fraction(ours: dict, dense: dict, column: str) -> float | None:
-    where = reaches(ours["curve"], _counts(dense), column)
-    if where is None:
-        return None
-    limited = dense["cell"]["regime"] == "limited"
-    return where / (reaches(dense["curve"], _counts(dense), column) if limited else final(dense)[column])
+    target, cost = compared_loss(dense), final(dense)[column]
+    if dense["cell"]["regime"] == "limited":
+        cost = reaches(dense["curve"], target, column)
+    where = reaches(ours["curve"], target, column)
+    return None if where is None else where / cost
 
 
 def _mean(values: list[float | None]) -> float | None:

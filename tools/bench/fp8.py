@@ -10,7 +10,7 @@ pair of runs says little about a recipe. Every precision therefore starts from `
 weights. `loss_diff_pct` compares the means over them of the training loss of the last tenth of the steps;
 `loss_diff_error` is the standard error of the mean of the differences, start by start.
 
-    python -m tools.bench.fp8 --starts 5    # 45 minutes of one core; writes results/fp8.json and fp8.png
+    python -m tools.bench.fp8               # 45 minutes of one core; writes results/fp8.json and fp8.png
     python -m tools.bench.fp8 --toy         # seconds; for CI
     python -m tools.bench.fp8 --controls 3  # how far bf16 runs lie apart: results/fp8_noise.json
 """
@@ -238,10 +238,8 @@ def row_of(
         "last_loss": round(loss, 5),
         "loss_diff_pct": round(100 * abs(loss / statistics.mean(base) - 1), 4),
         "loss_diff_each": [round(difference, 3) for difference in differences],
+        "loss_diff_error": round(statistics.stdev(differences) / math.sqrt(len(differences)), 4),
     }  # fmt: skip
-    if len(differences) > 1:
-        error = statistics.stdev(differences) / math.sqrt(len(differences))
-        row["loss_diff_error"] = round(error, 4)
     row |= product_errors(precision.recipe, tokens=1024, features=options.hidden)
     row["cpu_s"] = round(statistics.mean(seconds for _, seconds in outcomes[name]), 1)
     print(row, flush=True)
@@ -267,11 +265,14 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--controls", type=int, default=0, help="measure the noise of bf16 runs instead")
-    parser.add_argument("--starts", type=int, default=1, help="initial weights that each precision runs from")
+    parser.add_argument("--starts", type=int, default=5, help="initial weights of each precision, 2 or more")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     options = parser.parse_args()
     if options.toy:
         options.steps, options.layers, options.hidden, options.seq = 4, 2, 128, 64
+        options.starts = 2
+    if options.starts < 2:
+        parser.error(f"--starts {options.starts}: one pair of runs says nothing, give at least 2")
     corpus = corpus_bytes(200_000 if options.toy else 8_000_000)
     if options.controls:
         measure_noise(corpus, options)

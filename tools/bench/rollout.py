@@ -191,26 +191,31 @@ def summarise(
     }
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of what is decoded, which the comparison with SGLang has, too."""
     parser.add_argument("--toy", action="store_true", help="small and quick, for CI")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of rollout.json")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=320)
+    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M")
+    parser.add_argument("--prompts", type=Path, help="JSONL file of prompts for it and for other folders")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--tokens", type=int, default=96, help="tokens to generate")
+    parser.add_argument("--runs", type=int, default=3)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_common_arguments(parser)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of rollout.json")
     parser.add_argument("--train-seconds", type=float, default=300.0)
     parser.add_argument("--answer-tokens", type=int, default=192, help="of the drafter's training answers")
     parser.add_argument("--drafter-prompts", type=int, default=256)
     parser.add_argument("--drafter-iterations", type=int, default=300)
     parser.add_argument("--model", type=Path, help="Hugging Face folder instead of the countdown model")
     parser.add_argument("--drafter", type=Path, help="drafter of --model")
-    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M")
     parser.add_argument("--sglang", type=Path, help="rollout_sglang.json, for the figure against SGLang")
-    parser.add_argument("--prompts", type=Path, help="JSONL file for --model and --smollm2")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--tokens", type=int, default=96, help="tokens to generate")
-    parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
     if args.toy:
         args.layers, args.hidden, args.batches, args.tokens, args.runs = 2, 128, [1, 4], 16, 1

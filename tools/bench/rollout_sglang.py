@@ -29,9 +29,9 @@ from megatron_tlt.rollout.sglang.engine import SglangEngine
 from megatron_tlt.types import Prompt, SamplingParams
 from tools import countdown_model
 from tools.bench.common import RESULTS, command_line, write_result
+from tools.bench.rollout import DTYPES, add_common_arguments
 from tools.native_engine import prompts_of
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BACKENDS = ("torch_native", "intel_amx")
 
 
@@ -120,17 +120,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--toy", action="store_true", help="small and quick")
+    add_common_arguments(parser)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of rollout_sglang.json")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=320)
-    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M")
-    parser.add_argument("--prompts", type=Path, help="JSONL file for --smollm2")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--tokens", type=int, default=96, help="tokens to generate")
-    parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
     if args.toy:
         args.layers, args.hidden, args.batches, args.tokens, args.runs = 2, 128, [1, 4], 16, 1
