@@ -34,12 +34,23 @@ class Benchmark:
     """Options of a first command that makes what the full one sums up."""
 
 
+_SIZES = ("--hidden", "128", "256", "384", "--steps", "250", "500", "1000")
 BENCHMARKS = {
     "parity": Benchmark(module="tools.bench.parity"),
     "train": Benchmark(module="tools.bench.train"),
     "est_speed": Benchmark(module="tools.bench.est"),
     "est_curve": Benchmark(
         module="tools.bench.est", before=("curve",), full=("curve", "--summary"), toy=("curve", "--toy")
+    ),
+    "est_limited": Benchmark(
+        module="tools.bench.est", before=("curve", "--name", "est_limited", "--regimes", "limited"),
+        full=("curve", "--name", "est_limited", "--summary"),
+        toy=("curve", "--name", "est_limited", "--toy"),
+    ),
+    "est_trend": Benchmark(
+        module="tools.bench.est", before=("curve", "--name", "est_trend", *_SIZES),
+        full=("curve", "--name", "est_trend", "--summary"),
+        toy=("curve", "--name", "est_trend", "--toy"),
     ),
     "fp8": Benchmark(module="tools.bench.fp8"),
     "fp8_noise": Benchmark(
@@ -67,9 +78,8 @@ def commands(benchmark: Benchmark, size: str, output: Path, more: list[str]) -> 
     """What to run, in order, each with the options `more`."""
     start = [sys.executable, "-m", benchmark.module]
     chosen = benchmark.toy if size == "toy" else benchmark.full
-    last = [*start, *chosen, *more, "--output", str(output)]
-    first = [] if benchmark.before is None or size == "toy" else [[*start, *benchmark.before, *more]]
-    return [*first, last]
+    parts = [chosen] if benchmark.before is None or size == "toy" else [benchmark.before, chosen]
+    return [[*start, *part, *more, "--output", str(output)] for part in parts]
 
 
 def run(names: list[str], size: str, output: Path, more: dict[str, list[str]]) -> list[str]:

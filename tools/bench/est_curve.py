@@ -1,12 +1,14 @@
 """Full-model validation loss against FLOPs and time: subnet training, its baselines and dense, side by side.
 
-A campaign is every combination of shape, regime, variant, learning rate and seed. A finished run is
-appended to the runs file at once; started again, the campaign goes on with what is missing. All runs of a
-seed see the same tokens in the same order. Two regimes: `single_epoch` never repeats a token, `limited`
-repeats a small set over and over, as the EST paper's GPT-2 setting does.
+A campaign is every combination of shape, regime, variant, learning rate and seed. A finished run is appended
+to results/NAME_runs.jsonl at once; started again, the campaign goes on with what is missing there. All runs
+of a seed see the same tokens in the same order. Two regimes: `single_epoch` never repeats a token, `limited`
+repeats a small set over and over, as the EST paper's GPT-2 setting does; each is a study of its own:
 
-    python -m tools.bench.est curve --work runs/curve --seeds 1 2 3 --lrs 1e-3 2e-3 4e-3
-    python -m tools.bench.est curve --work runs/curve --summary     # results/est_curve.json and .png
+    python -m tools.bench.est curve --seeds 1 2 3 --lrs 1e-3 2e-3 4e-3
+    python -m tools.bench.est curve --summary                       # results/est_curve.json and .png
+    python -m tools.bench.est curve --name est_limited --regimes limited
+    python -m tools.bench.est curve --name est_trend --hidden 128 256 384 --steps 250 500 1000
     python -m tools.bench.est_curve --toy                           # seconds; for CI
 """
 
@@ -71,12 +73,13 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
     unknown = [name for name in options.variants if name not in variants]
     if unknown:
         raise SystemExit(f"unknown variants {unknown}: known are {list(variants)}, or define with --est")
-    for seed, regime, shape, variant, lr in itertools.product(
-        options.seeds, options.regimes, options.shapes, options.variants, options.lrs
+    for seed, steps, hidden, regime, shape, variant, lr in itertools.product(
+        options.seeds, options.steps, options.hidden, options.regimes, options.shapes, options.variants,
+        options.lrs,
     ):
         yield Cell(
             shape=shape, regime=regime, variant=variant, est=variants[variant], lr=lr, seed=seed,
-            steps=options.steps, hidden=options.hidden, layers=options.layers, seq=options.seq,
+            steps=steps, hidden=hidden, layers=options.layers, seq=options.seq,
             global_batch=options.global_batch, dtype=options.dtype,
             limited_tokens=options.limited_tokens if regime == "limited" else 0,
         )  # fmt: skip
@@ -192,6 +195,11 @@ def _tell(cell: Cell, point: dict) -> None:
     )
 
 
+def runs_file(options: argparse.Namespace) -> Path:
+    """Beside the result, so that what a study found can be checked and gone on with."""
+    return options.output / f"{options.name}_runs.jsonl"
+
+
 def read_runs(path: Path) -> list[dict]:
     """The finished runs; a last line that was cut off by a kill is left out."""
     if not path.exists():
@@ -202,7 +210,7 @@ def read_runs(path: Path) -> list[dict]:
 
 def campaign(options: argparse.Namespace) -> list[dict]:
     """Run what the runs file lacks; returns all that it then holds."""
-    path, parallel = options.work / "runs.jsonl", init_parallel(ParallelConfig(), seed=1)
+    path, parallel = runs_file(options), init_parallel(ParallelConfig(), seed=1)
     if not options.toy:
         prepare_books(options.work)
     done = [run["cell"] for run in read_runs(path)]
@@ -231,20 +239,20 @@ def _named_json(text: str) -> tuple[str, dict]:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools.bench.est curve", description=__doc__.split("\n")[0])
-    parser.add_argument("--work", type=Path, default=Path("runs/est_curve"),
-                        help="folder of runs.jsonl and the data")  # fmt: skip
+    parser.add_argument("--work", type=Path, default=Path("runs/est_curve"), help="folder of the data")
     parser.add_argument("--summary", action="store_true", help="run nothing, write the result")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result and its runs")
+    parser.add_argument("--name", default="est_curve", help="the result's, one for each study")
     parser.add_argument("--toy", action="store_true", help="tiny, on synthetic tokens; for CI")
     parser.add_argument("--shapes", nargs="+", default=["gpt2", "llama"], choices=["gpt2", "llama"])
-    parser.add_argument("--regimes", nargs="+", default=list(REGIMES), choices=REGIMES)
+    parser.add_argument("--regimes", nargs="+", default=["single_epoch"], choices=REGIMES)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:11], metavar="NAME")
     parser.add_argument("--est", nargs="+", type=_named_json, default=[], metavar="NAME=JSON",
                         help="more variants, as fields of the est section")  # fmt: skip
     parser.add_argument("--lrs", nargs="+", type=float, default=[2e-3])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--steps", type=int, nargs="+", default=[1500])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--global-batch", type=int, default=16, help="samples per step")
@@ -258,21 +266,21 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.toy:
         options.shapes, options.regimes, options.seeds = ["llama"], ["single_epoch"], [1]
         options.variants = ["dense", "nested", "random_every_step", "layer_drop"]
-        options.steps, options.hidden, options.layers, options.seq = 12, 64, 4, 32
+        options.steps, options.hidden, options.layers, options.seq = [12], [64], 4, 32
         options.global_batch = options.micro_batch = options.eval_interval = 4
-        options.eval_iters, options.work = 1, options.output / "runs"
+        options.eval_iters = 1
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = arguments(argv)
     torch.set_num_threads(1)
-    runs = read_runs(options.work / "runs.jsonl") if options.summary else campaign(options)
+    runs = read_runs(runs_file(options)) if options.summary else campaign(options)
     if not (options.summary or options.toy):
         return
     rows, summary = summarise(runs)
-    write_result("est_curve", command_line("tools.bench.est"), rows, summary, folder=options.output)
-    plot(runs, options.output / "est_curve.png")
+    write_result(options.name, command_line("tools.bench.est"), rows, summary, folder=options.output)
+    plot(runs, options.output / f"{options.name}.png")
     print(json.dumps(summary, indent=1))
 
 

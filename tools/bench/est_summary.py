@@ -131,20 +131,15 @@ def summarise(runs: list[dict]) -> tuple[list[dict], dict]:
             ]
     if all(row["variant"] == "dense" for row in rows):
         raise SystemExit("nothing to compare: the runs hold no variant beside a dense run of its seed")
-    single = [row for row in rows if row["regime"] != "limited"]
-    best = best_variant(single or rows)
-    ours = [row for row in single or rows if row["variant"] == best]
-    limited = [row for row in rows if row["regime"] == "limited" and row["variant"] == best]
-    figures = ("flops_to_dense_loss", "seconds_to_dense_loss", "loss_gap_equal_steps")
+    best = best_variant(rows)
+    ours = [row for row in rows if row["variant"] == best]
+    figures = ("flops_to_dense_loss", "seconds_to_dense_loss", "loss_gap_equal_steps", "best_loss_gap")
     summary = {name: _mean([row[name] for row in ours]) for name in figures} | {
         "variant": best,
         "seeds": min(row["seeds"] for row in ours),
         "groups": len(ours),
         "time": "CPU seconds of one thread over training steps, which other processes move least",
     }
-    if single and limited:
-        summary["limited_best_loss_gap"] = _mean([row["best_loss_gap"] for row in limited])
-        summary["limited_groups"] = len(limited)
     return rows, summary
 
 

@@ -48,8 +48,10 @@ ROWS = tuple(
          "the dense run's last validation loss", "{flops_to_dense_loss:.0%}, {seconds_to_dense_loss:.0%}"),
         ("est_curve", "EST (`{variant}`): validation loss minus the dense run's at equal steps",
          "{loss_gap_equal_steps:+.3f} nats"),
-        ("est_curve", "the same where few tokens are repeated: best validation loss minus dense's best",
-         "{limited_best_loss_gap:+.3f} nats"),
+        ("est_limited", "EST (`{variant}`) where few tokens are repeated, {groups} shapes, seeds: {seeds}: "
+         "best validation loss minus dense's best", "{best_loss_gap:+.3f} nats"),
+        ("est_trend", "EST (`{variant}`), {groups} sizes and lengths: validation loss minus dense's, mean",
+         "{loss_gap_equal_steps:+.3f} nats"),
         ("est_speed", "share of the FLOPs that a subnet saves which is saved in time: layers, widths, both",
          "{realised_layers:.0%}, {realised_widths:.0%}, {realised_all:.0%}"),
         ("fp8", "last loss after {steps} steps, FP8 against bf16, mean of {starts} initial weights (largest "

@@ -79,6 +79,20 @@ def _curve_cell(row: dict) -> str:
     return f"{row['loss_gap_equal_steps']:+.3f}{spread}, {row['flops_of_dense']:.0%}"
 
 
+def est_trend_table(rows: list[dict]) -> list[str]:
+    """How the gap to dense moves with the size of the model and the tokens for each parameter."""
+    lines = [
+        (r["shape"], r["hidden"], f"{r['parameters'] / 1e6:.1f}M", r["steps"],
+         f"{r['tokens_per_parameter']:.2f}", r["seeds"], _curve_cell(r),
+         "" if r["flops_to_dense_loss"] is None else f"{r['flops_to_dense_loss']:.0%}")
+        for r in sorted(rows, key=lambda r: (r["shape"], r["hidden"], r["steps"]))
+        if r["variant"] != "dense"
+    ]  # fmt: skip
+    head = ("shape", "width", "parameters", "steps", "tokens a parameter", "seeds", "gap at equal steps, "
+            "its FLOPs", "FLOPs to dense's loss")  # fmt: skip
+    return ["The same against size and length.", _table(head, lines)]
+
+
 def rollout_table(rows: list[dict]) -> list[str]:
     """Decoding by model and batch size."""
     dtypes = list(rows[0]["off_vs_transformers"])
@@ -126,6 +140,8 @@ TABLES: dict[str, Callable[[list[dict]], list[str]]] = {
     "train": train_table,
     "est_speed": est_speed_table,
     "est_curve": est_curve_table,
+    "est_limited": est_curve_table,
+    "est_trend": est_trend_table,
     "rollout": rollout_table,
     "rl": rl_table,
     "cluster_replay": cluster_table,

@@ -65,7 +65,7 @@ def engines_of(
     engines: dict[str, NativeEngine | SglangEngine] = {
         "ours": NativeEngine(config, NativeEngineConfig(max_model_len=length, max_batch=batch, dtype=dtype))
     }
-    for backend in BACKENDS:
+    for backend in args.backends:
         settings = SglangConfig(
             max_model_len=length, max_running_requests=batch, dtype=dtype,
             arguments={"attention_backend": backend, "enable_return_hidden_states": False},
@@ -98,7 +98,7 @@ def compare(
                 times[key].append(seconds)
     total = batch * args.tokens
     rates = {key: total / statistics.median(found) for key, found in times.items()}
-    theirs = max(rates[backend] for backend in BACKENDS)
+    theirs = max(rates[backend] for backend in args.backends)
     return {
         "model": target.name, "dtype": name, "batch": batch,
         "tok_s": {key: round(rate, 1) for key, rate in rates.items()},
@@ -121,11 +121,12 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_common_arguments(parser)
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of rollout_sglang.json")
     args = parser.parse_args()
     if args.toy:
         args.layers, args.hidden, args.batches, args.tokens, args.runs = 2, 128, [1, 4], 16, 1
-        args.dtypes = ["fp32"]
+        args.dtypes, args.backends = ["fp32"], ["torch_native"]
     return args
 
 
@@ -144,7 +145,7 @@ def main() -> None:
                         rows.append(compare(target, name, engines, batch, args))
                         print(rows[-1], flush=True)
                 finally:
-                    for backend in BACKENDS:
+                    for backend in args.backends:
                         engines[backend].close()
     ratios = [row["vs_sglang"] for row in rows]
     summary = {
