@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCH = ROOT / "tools" / "bench"
 PARTS = {
     "__init__", "common", "plain_twin", "est_data", "est_variants", "est_summary", "trl_twin", "readme",
-    "readme_tables", "all",
+    "readme_tables", "all", "targets",
     "rollout_sglang",  # needs SGLang: tests/sglang/test_bench.py
 }  # fmt: skip
 BENCHES = sorted({p.stem for p in BENCH.glob("*.py")} - PARTS)

@@ -64,6 +64,7 @@ BENCHMARKS = {
     "lossless": Benchmark(module="tools.bench.lossless"),
     "rollout": Benchmark(module="tools.bench.rollout"),
     "rollout_sglang": Benchmark(module="tools.bench.rollout_sglang"),
+    "strategies": Benchmark(module="tools.bench.strategies"),
     "bandit": Benchmark(module="tools.bench.bandit"),
     "rl": Benchmark(module="tools.bench.rl"),
     "tlt": Benchmark(module="tools.bench.tlt"),

@@ -27,7 +27,10 @@ from megatron_tlt.rollout.tuner import BanditTuner, FixedPolicy, StrategyPolicy,
 from megatron_tlt.types import OFF, Prompt, Rollout, SamplingParams, StepRecord, Strategy
 from tools import countdown_model
 from tools.bench.common import RESULTS, command_line, write_result
-from tools.bench.rollout import EAGLES, NGRAM, Target, small_target
+from tools.bench.rollout import EAGLES, NGRAM
+from tools.bench.targets import (
+    Target, add_shape_arguments, add_training_arguments, make_toy, small_target,
+)  # fmt: skip
 
 STATIC = [OFF, NGRAM, *EAGLES]
 TRAINED = ("eagle", "hybrid")
@@ -165,14 +168,9 @@ def drift(trace: list[TraceResponse], costs: CostTable, *, batch: int, repeats: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--toy", action="store_true", help="small and quick, for CI")
+    add_shape_arguments(parser)
+    add_training_arguments(parser)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of bandit.json")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=320)
-    parser.add_argument("--train-seconds", type=float, default=240.0)
-    parser.add_argument("--answer-tokens", type=int, default=192)
-    parser.add_argument("--drafter-prompts", type=int, default=256)
-    parser.add_argument("--drafter-iterations", type=int, default=300)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--prompts", type=int, default=12, help="prompts of a run, or two a slot where more")
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -181,9 +179,8 @@ def main() -> None:
     parser.add_argument("--drift-repeats", type=int, default=8, help="passes over the trace each half")
     args = parser.parse_args()
     if args.toy:
-        args.layers, args.hidden, args.batches, args.tokens, args.runs = 2, 128, [2], 16, 1
-        args.train_seconds, args.answer_tokens, args.drafter_prompts = 2.0, 24, 8
-        args.drafter_iterations, args.drift_repeats = 4, 1
+        args.batches, args.tokens, args.runs, args.drift_repeats = [2], 16, 1, 1
+        make_toy(args)
     target = small_target(args)
     rows: list[dict] = []
     for batch in args.batches:

@@ -74,6 +74,9 @@ ROWS = tuple(
         ("rollout", "speculation over the fastest setting without, batch 1: n-grams, EAGLE",
          "{ngram_b1:.2f}x, {eagle_b1:.2f}x"),
         ("rollout", "the bandit over the fastest setting without, worst cell", "{worst_vs_off:.2f}x"),
+        ("strategies", "EAGLE trees, one request: fastest (levels, tokens to verify); the longest accept "
+         "length and its speed", "{best_speedup:.2f}x ({best_depth}, {best_verify}); {longest_accept:.2f}, "
+         "{longest_accept_speedup:.2f}x"),
         ("bandit", "time lost by the bandit against the best static strategy in hindsight, worst cell",
          "{regret:.1%}"),
         ("bandit", "largest error of the replay's predicted time", "{replay_error:.1%}"),

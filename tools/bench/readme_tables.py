@@ -111,6 +111,34 @@ def rollout_table(rows: list[dict]) -> list[str]:
     ]
 
 
+def strategies_table(rows: list[dict]) -> list[str]:
+    """The sweeps of draft trees, each as the paper shows it: accept length and speed-up in a cell."""
+
+    def both(row: dict | None) -> str:
+        return "" if row is None else f"{row['accept_length']:.2f}, {row['speedup']:.2f}x"
+
+    def grid(sweep: str, side: str, top: str, corner: str) -> str:
+        found = [row for row in rows if row["sweep"] == sweep]
+        cells = {(row[side], row[top]): row for row in found}
+        columns = sorted({row[top] for row in found})
+        lines = [
+            [value, *(both(cells.get((value, column))) for column in columns)]
+            for value in sorted({row[side] for row in found})
+        ]
+        return _table((corner, *map(str, columns)), lines)
+
+    topk, batch = (next(r for r in rows if r["sweep"] == name) for name in ("topk", "batch"))
+    return [
+        "Draft trees of the EAGLE drafter: accept length (bonus token included) and speed over plain "
+        f"decoding. One request, {rows[0]['topk']} branches a node:",
+        grid("depth", "depth", "verify", "levels \\ tokens to verify"),
+        f"Branches a node, one request, {topk['depth']} levels:",
+        grid("topk", "batch", "topk", "batch \\ branches"),
+        f"Batch sizes, {batch['depth']} levels, {batch['topk']} branches:",
+        grid("batch", "verify", "batch", "tokens to verify \\ batch"),
+    ]
+
+
 def rl_table(rows: list[dict]) -> list[str]:
     """Seconds of an RL step by phase."""
     lines = [
@@ -143,6 +171,7 @@ TABLES: dict[str, Callable[[list[dict]], list[str]]] = {
     "est_limited": est_curve_table,
     "est_trend": est_trend_table,
     "rollout": rollout_table,
+    "strategies": strategies_table,
     "rl": rl_table,
     "cluster_replay": cluster_table,
 }

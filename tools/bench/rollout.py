@@ -1,31 +1,27 @@
 """Decode speed of the native engine: against transformers.generate, and with every kind of draft.
 
-The target is a small Llama trained here for `--train-seconds` on countdown search traces (or `--model
-FOLDER`), the drafter an EAGLE layer trained on the target's own answers (or `--drafter FOLDER`);
-`--smollm2 FOLDER` adds SmolLM2-135M. All variants of a batch size alternate in one process and medians are
-compared; a gain of speculation is stated against the fastest setting without it, fp32 or bf16. With one
-thread processor time is measured, which load from elsewhere hardly moves; with more, wall-clock time.
+The target is a small Llama with an EAGLE drafter, both trained here (see targets.py), or `--model FOLDER`
+with `--drafter FOLDER`; `--smollm2 FOLDER` adds SmolLM2-135M. All variants of a batch size alternate in one
+process and medians are compared; a gain of speculation is stated against the fastest setting without it, fp32
+or bf16. With one thread processor time is measured, which load from elsewhere hardly moves; with more,
+wall-clock time.
 """
 
 import argparse
 import json
 import statistics
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import transformers
 
-from megatron_tlt.draft.trainer import DrafterTrainerConfig
-from megatron_tlt.models.drafter import Drafter, DrafterConfig
-from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
+from megatron_tlt.rollout.native.engine import NativeEngine
 from megatron_tlt.rollout.tuner import BanditTuner, FixedPolicy, StrategyPolicy
 from megatron_tlt.types import OFF, Prompt, SamplingParams, Strategy
-from tools import countdown_model
 from tools.bench.common import RESULTS, command_line, write_result
-from tools.native_engine import config_of, prompts_of, weights
-from tools.train_drafter import capture, train
+from tools.bench.targets import (
+    DTYPES, Target, add_decoding_arguments, add_training_arguments, folder_target, make_toy, small_target,
+)  # fmt: skip
 
 NGRAM = Strategy(drafter="ngram", num_steps=7, num_draft_tokens=8)
 EAGLES = [
@@ -34,71 +30,6 @@ EAGLES = [
     Strategy(drafter="eagle", num_steps=4, topk=3, num_draft_tokens=10),
     Strategy(drafter="hybrid", num_steps=4, topk=3, num_draft_tokens=10),
 ]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(slots=True)
-class Target:
-    """A model to measure, prompts for it, and a drafter (None: no EAGLE rows)."""
-
-    name: str
-    model: transformers.PreTrainedModel
-    prompts: list[Prompt]
-    drafter: Drafter | None
-    eos: int | None
-
-    def engine(
-        self, dtype: torch.dtype, batch: int, length: int, policy: StrategyPolicy, *,
-        verification: str = "shared",
-    ) -> NativeEngine:  # fmt: skip
-        sizes = NativeEngineConfig(
-            max_model_len=length, max_batch=batch, dtype=dtype, verification=verification
-        )
-        drafter = None if self.drafter is None else self.drafter.config
-        engine = NativeEngine(self.model.config.to_dict(), sizes, policy=policy, drafter=drafter)
-        engine.update_weights("target", self.model.state_dict().items(), version=0)
-        if self.drafter is not None:
-            engine.update_weights("draft", self.drafter.state_dict().items(), version=0)
-        return engine
-
-
-def small_target(args: argparse.Namespace) -> Target:
-    """Trained here, with a drafter trained on its answers to other prompts."""
-    model = countdown_model.build(args.layers, args.hidden)
-    countdown_model.train(model, seconds=args.train_seconds)
-    drafter = Drafter(DrafterConfig.for_target(model.config.to_dict()))
-    table = model.get_input_embeddings().weight.data
-    drafter.share(table, table)
-    target = Target(
-        "countdown", model, countdown_model.prompts(64, seed=2), drafter, countdown_model.EOS
-    )
-    length = 64 + args.answer_tokens
-    engine = target.engine(torch.float32, 32, length, FixedPolicy())
-    params = SamplingParams(
-        temperature=args.temperature, max_tokens=args.answer_tokens, stop_token_ids=(countdown_model.EOS,)
-    )
-    prompts = countdown_model.prompts(args.drafter_prompts, seed=3)
-    samples = capture(engine, prompts, params, max_rows=200_000)
-    settings = DrafterTrainerConfig(lr=2e-3, num_passes=3, token_weight=1.0)
-    result = train(
-        drafter, samples, settings, iterations=args.drafter_iterations, rows=1024, num_steps=5
-    )
-    print(f"drafter: {result}", flush=True)
-    return target
-
-
-def folder_target(name: str, folder: Path, args: argparse.Namespace) -> Target:
-    """A Hugging Face folder with `--prompts`, and `--drafter` if it is the model in question."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    prompts = prompts_of(args.prompts, tokenizer, limit=64, max_tokens=64)
-    drafter = None
-    if args.drafter is not None and name == "model":
-        drafter = Drafter(DrafterConfig.from_hf(config_of(args.drafter)))
-        drafter.load_state_dict(dict(weights(args.drafter)))
-    return Target(name, model, prompts, drafter, tokenizer.eos_token_id)
-
-
 def seconds_of(function) -> float:
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
@@ -191,36 +122,18 @@ def summarise(
     }
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of what is decoded, which the comparison with SGLang has, too."""
-    parser.add_argument("--toy", action="store_true", help="small and quick, for CI")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--hidden", type=int, default=320)
-    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M")
-    parser.add_argument("--prompts", type=Path, help="JSONL file of prompts for it and for other folders")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--tokens", type=int, default=96, help="tokens to generate")
-    parser.add_argument("--runs", type=int, default=3)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    add_common_arguments(parser)
+    add_decoding_arguments(parser)
+    add_training_arguments(parser)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of rollout.json")
-    parser.add_argument("--train-seconds", type=float, default=300.0)
-    parser.add_argument("--answer-tokens", type=int, default=192, help="of the drafter's training answers")
-    parser.add_argument("--drafter-prompts", type=int, default=256)
-    parser.add_argument("--drafter-iterations", type=int, default=300)
     parser.add_argument("--model", type=Path, help="Hugging Face folder instead of the countdown model")
     parser.add_argument("--drafter", type=Path, help="drafter of --model")
     parser.add_argument("--sglang", type=Path, help="rollout_sglang.json, for the figure against SGLang")
     args = parser.parse_args()
     if args.toy:
-        args.layers, args.hidden, args.batches, args.tokens, args.runs = 2, 128, [1, 4], 16, 1
-        args.train_seconds, args.answer_tokens, args.drafter_prompts = 2.0, 24, 8
-        args.drafter_iterations = 4
+        args.batches, args.tokens, args.runs = [1, 4], 16, 1
+        make_toy(args)
     return args
 
 

@@ -29,7 +29,7 @@ from megatron_tlt.rollout.sglang.engine import SglangEngine
 from megatron_tlt.types import Prompt, SamplingParams
 from tools import countdown_model
 from tools.bench.common import RESULTS, command_line, write_result
-from tools.bench.rollout import DTYPES, add_common_arguments
+from tools.bench.targets import DTYPES, add_decoding_arguments
 from tools.native_engine import prompts_of
 
 BACKENDS = ("torch_native", "intel_amx")
@@ -45,7 +45,7 @@ class Target:
 
 
 def small_target(folder: Path, args: argparse.Namespace) -> Target:
-    """The shape that tools.bench.rollout trains."""
+    """The shape of the small model in targets.py."""
     countdown_model.build(args.layers, args.hidden).save_pretrained(folder)
     return Target("countdown", folder, countdown_model.prompts(max(args.batches), seed=2))
 
@@ -120,7 +120,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_common_arguments(parser)
+    add_decoding_arguments(parser)
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of rollout_sglang.json")
     args = parser.parse_args()
