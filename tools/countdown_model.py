@@ -57,8 +57,8 @@ def _batch(rng: random.Random, *, rows: int, length: int) -> torch.Tensor:
 def train(
     model: transformers.PreTrainedModel, *, seconds: float, rows: int = 4, length: int = 256
 ) -> float:
-    """AdamW with a cosine over `seconds` of processor time, bf16 autocast where the CPU has it; the last loss in
-    nats a token."""
+    """AdamW with a cosine over `seconds` of processor time, bf16 autocast where the CPU has it; the last loss
+    in nats a token."""
     rng = random.Random(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
     begin, loss, step = time.process_time(), math.nan, 0
