@@ -2,9 +2,12 @@
 
 import argparse
 
+import torch
+
 from megatron_tlt.types import OFF, Strategy
 from tools.bench.readme_tables import strategies_table
 from tools.bench.strategies import eagle, rows_of, sweeps
+from tools.bench.targets import add_shape_arguments, add_training_arguments, make_toy, small_target
 
 ARGS = argparse.Namespace(
     depths=[2, 4], verifies=[4, 8], topks=[1, 2], batches=[1, 16], depth=3, topk=2, verify=8
@@ -44,6 +47,20 @@ def test_speed_is_over_plain_decoding_at_the_same_batch_size():
     ]  # fmt: skip
     text = "\n".join(strategies_table(rows))
     assert "| 2 | 2.50, 2.50x |" in text and "| 4 | 2.50, 0.50x |" in text
+
+
+def test_a_kept_target_is_the_same_for_the_next_benchmark(tmp_path):
+    parser = argparse.ArgumentParser()
+    add_shape_arguments(parser)
+    add_training_arguments(parser)
+    args = parser.parse_args(["--target", str(tmp_path)])
+    make_toy(args)
+    args.train_seconds, args.temperature = 0.2, 1.0
+    made, found = small_target(args), small_target(args)
+    for ours, theirs in ((made.model, found.model), (made.drafter, found.drafter)):
+        pairs = list(zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True))
+        assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs) and pairs
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "model"]
 
 
 def _speed(rate: float, accept: float) -> dict:

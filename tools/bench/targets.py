@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from megatron_tlt.draft.trainer import DrafterTrainerConfig
+from megatron_tlt.files import publish_folder
 from megatron_tlt.models.drafter import Drafter, DrafterConfig
 from megatron_tlt.rollout.native.engine import NativeEngine, NativeEngineConfig
 from megatron_tlt.rollout.tuner import FixedPolicy, StrategyPolicy
@@ -72,7 +73,9 @@ def _small_model(args: argparse.Namespace) -> transformers.PreTrainedModel:
     model = countdown_model.build(args.layers, args.hidden)
     countdown_model.train(model, seconds=args.train_seconds)
     if folder is not None:
-        model.save_pretrained(folder)
+        partial = folder.with_name(".model.partial")
+        model.save_pretrained(partial)
+        publish_folder(partial, folder)
     return model
 
 
@@ -85,7 +88,7 @@ def _small_drafter(target: Target, args: argparse.Namespace) -> Drafter:
         temperature=args.temperature, max_tokens=args.answer_tokens, stop_token_ids=(countdown_model.EOS,)
     )
     prompts = countdown_model.prompts(args.drafter_prompts, seed=3)
-    samples = capture(engine, prompts, params, max_rows=args.drafter_prompts * args.answer_tokens)
+    samples = capture(engine, prompts, params, max_rows=args.drafter_prompts * (64 + args.answer_tokens))
     settings = DrafterTrainerConfig(lr=2e-3, num_passes=3, token_weight=1.0)
     result = train(
         drafter, samples, settings, iterations=args.drafter_iterations, rows=1024, num_steps=5
