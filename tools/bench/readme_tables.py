@@ -54,19 +54,27 @@ def est_speed_table(rows: list[dict]) -> list[str]:
 
 def est_curve_table(rows: list[dict]) -> list[str]:
     """Variants by settings: gap to the dense run's validation loss, and the FLOPs it took."""
-    settings = _distinct((r["shape"], r["regime"], r["steps"]) for r in rows)
-    cells = {(r["variant"], (r["shape"], r["regime"], r["steps"])): r for r in rows}
-    head = [f"{shape}, {regime.replace('_', ' ')}, {steps} steps" for shape, regime, steps in settings]
+    columns = ("shape", "hidden", "regime", "steps")
+    settings = _distinct(tuple(r[c] for c in columns) for r in rows)
+    cells = {(r["variant"], tuple(r[c] for c in columns)): r for r in rows}
+    head = [
+        f"{shape}, width {hidden}, {regime.replace('_', ' ')}, {steps} steps"
+        for shape, hidden, regime, steps in settings
+    ]
     lines = []
     for variant in _distinct(r["variant"] for r in rows):
         found = [cells.get((variant, setting)) for setting in settings]
         lines.append([variant, *("" if r is None else _curve_cell(r) for r in found)])
-    return [
+    text = (
         "Validation loss minus the dense run's at equal steps, nats ± standard deviation over seeds (of one "
-        "seed none); FLOPs over the dense run's (dense: its loss). `limited`: few tokens over and over, so "
-        "the best loss of each run, not the last.",
-        _table(["variant", *head], lines),
-    ]
+        "seed none); FLOPs over the dense run's (dense: its loss)."
+    )
+    if all(r["regime"] == "limited" for r in rows):
+        text = (
+            "Few tokens over and over: best validation loss of a run minus dense's best; FLOPs of the whole "
+            "run over dense's (dense: its best loss)."
+        )
+    return [text, _table(["variant", *head], lines)]
 
 
 def _curve_cell(row: dict) -> str:
