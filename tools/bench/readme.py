@@ -113,6 +113,7 @@ ROWS = tuple(
     )
 )  # fmt: skip
 PLOTS = (("est_curve", "Validation loss against FLOPs and time, EST and its rivals"),
+         ("est_limited", "The same where few tokens are repeated"),
          ("rl", "GRPO on countdown, three seeds; the seconds of seeds 1 and 2 were taken beside short tests"),
          ("cluster_replay", "Predicted speed-up of rollouts by number of ranks"),
          ("fp8", "Training loss of each FP8 recipe beside bf16"),
