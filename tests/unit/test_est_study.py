@@ -75,6 +75,12 @@ def test_where_tokens_are_repeated_the_best_loss_counts():
     assert summary["best_loss_gap"] == -0.5 and summary["seeds"] == 1
 
 
+def test_a_study_of_two_regimes_is_refused():
+    runs = [run_of("dense", [3.0, 2.0]), run_of("a", [3.0, 2.0], regime="limited")]
+    with pytest.raises(SystemExit, match=r"\['limited', 'single_epoch'\]"):
+        summarise(runs)
+
+
 def test_one_seed_that_never_reaches_the_dense_loss_leaves_no_figure():
     runs = [run_of("dense", [3.0, 2.0], seed=seed) for seed in (1, 2)]
     runs += [run_of("a", [3.0, 1.5]), run_of("a", [3.0, 2.5], seed=2)]

@@ -2,6 +2,7 @@
 
 import argparse
 
+import pytest
 import torch
 
 from megatron_tlt.types import OFF, Strategy
@@ -61,6 +62,9 @@ def test_a_kept_target_is_the_same_for_the_next_benchmark(tmp_path):
         pairs = list(zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True))
         assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs) and pairs
     assert sorted(p.name for p in tmp_path.iterdir()) == ["drafter", "model"]
+    args.layers = 3
+    with pytest.raises(SystemExit, match="2 layers of width 128"):
+        small_target(args)
 
 
 def _speed(rate: float, accept: float) -> dict:

@@ -121,6 +121,9 @@ def _mean(values: list[float | None]) -> float | None:
 
 def summarise(runs: list[dict]) -> tuple[list[dict], dict]:
     """(one row for each group and variant, the figures of the variant that needs the fewest FLOPs)."""
+    regimes = sorted({run["cell"]["regime"] for run in runs})
+    if len(regimes) > 1:
+        raise SystemExit(f"runs of {regimes}, whose losses mean different things: a study each (--name)")
     rows = []
     for group, variants in grouped(runs).items():
         if "dense" in variants:

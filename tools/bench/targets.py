@@ -69,7 +69,14 @@ def small_target(args: argparse.Namespace) -> Target:
 def _small_model(args: argparse.Namespace) -> transformers.PreTrainedModel:
     folder = None if args.target is None else args.target / "model"
     if folder is not None and folder.is_dir():
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        found = model.config.num_hidden_layers, model.config.hidden_size
+        if found != (args.layers, args.hidden):
+            raise SystemExit(
+                f"{folder} has {found[0]} layers of width {found[1]}: give --layers and --hidden of these, "
+                f"not {args.layers} and {args.hidden}, or another --target"
+            )
+        return model
     model = countdown_model.build(args.layers, args.hidden)
     countdown_model.train(model, seconds=args.train_seconds)
     if folder is not None:
@@ -98,6 +105,7 @@ def _small_drafter(target: Target, args: argparse.Namespace) -> Drafter:
 
 
 def drafter_of(folder: Path) -> Drafter:
+    """Of a folder that `save_drafter` wrote; its tables are the target's, which the engine has."""
     drafter = Drafter(DrafterConfig.from_hf(config_of(folder)))
     drafter.load_state_dict(dict(weights(folder)))
     return drafter
