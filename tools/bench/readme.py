@@ -96,7 +96,7 @@ ROWS = tuple(
         ("tlt", "99th percentile of the time to preempt it, in drafter updates",
          "{preempt_p99_over_update:.2f}"),
         ("tlt_four_numbers", "the same three on problems of four numbers, which the policy hardly solves "
-         "(reward {reward_off:.3f}, so next to nothing to update)", "{ngram:.2f}x, {frozen:.2f}x, {tlt:.2f}x"),
+         "(reward {reward_off:.3f}, hardly any update)", "{ngram:.2f}x, {frozen:.2f}x, {tlt:.2f}x"),
         ("cluster_replay", "largest error of the replay's time on two ranks, which predicts larger clusters",
          "{validation_error:.1%}"),
         ("sglang", "SGLang suite: tests, failures", "{tests}, {failures}"),
