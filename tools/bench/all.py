@@ -68,6 +68,7 @@ BENCHMARKS = {
     "bandit": Benchmark(module="tools.bench.bandit"),
     "rl": Benchmark(module="tools.bench.rl"),
     "tlt": Benchmark(module="tools.bench.tlt"),
+    "drafter_curve": Benchmark(module="tools.bench.drafter_curve"),
     "cluster_replay": Benchmark(module="tools.bench.cluster_replay"),
     "sglang": Benchmark(module="tools.bench.sglang"),
     "bridge": Benchmark(module="tools.bench.bridge", full=("--bytes", "1500", "--one-billion")),

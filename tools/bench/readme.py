@@ -97,6 +97,12 @@ ROWS = tuple(
          "{preempt_p99_over_update:.2f}"),
         ("tlt_four_numbers", "the same three on problems of four numbers, which the policy hardly solves "
          "(reward {reward_off:.3f}, hardly any update)", "{ngram:.2f}x, {frozen:.2f}x, {tlt:.2f}x"),
+        ("drafter_curve", "a drafter from nothing, trained in the tails of {steps} RL steps: accept length "
+         "at first, after one tail, at the end (the warm one, frozen)", "{accept_nothing:.2f}, "
+         "{accept_recovered_first:.2f}, {accept_recovered_last:.2f} ({accept_frozen_last:.2f})"),
+        ("drafter_curve", "what an update of the policy takes from it, and what the next tail brings, after "
+         "{settled} steps (standard errors)", "{dip:.3f} ({dip_error:.3f}), {recovery:.3f} "
+         "({recovery_error:.3f})"),
         ("cluster_replay", "largest error of the replay's time on two ranks, which predicts larger clusters",
          "{validation_error:.1%}"),
         ("sglang", "SGLang suite: tests, failures", "{tests}, {failures}"),
@@ -117,6 +123,7 @@ ROWS = tuple(
 PLOTS = (("est_curve", "Validation loss against FLOPs and time, EST and its rivals"),
          ("est_limited", "The same where few tokens are repeated"),
          ("rl", "GRPO on countdown, three seeds; the seconds of seeds 1 and 2 were taken beside short tests"),
+         ("drafter_curve", "Accept length of a drafter that starts from nothing, over an RL run"),
          ("cluster_replay", "Predicted speed-up of rollouts by number of ranks"),
          ("fp8", "Training loss of each FP8 recipe beside bf16"),
          ("report", "The report's timeline: a made-up step of four ranks, from the benchmark"))  # fmt: skip

@@ -54,18 +54,15 @@ _OTHERS = (
 _CHAIN = Strategy(drafter="eagle", num_steps=6, num_draft_tokens=7)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def common_options(description: str) -> argparse.ArgumentParser:
+    """Options of every benchmark of GRPO steps with speculation."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--toy", action="store_true", help="smallest sizes, to see that it runs")
     parser.add_argument("--checkpoint", type=Path, help="folder of a fine-tuned policy")
     parser.add_argument("--prompts", type=Path, help="JSON lines of countdown problems")
     parser.add_argument("--drafter", type=Path, help="folder of a warm drafter; default: make one")
     parser.add_argument("--deepen", type=int, default=1, help="see `deepen`")
     parser.add_argument("--work", type=Path, help="folder for runs and logs; default: a temporary one")
-    parser.add_argument("--sides", nargs="+", default=["off", "ngram", "frozen", "tlt"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10, help="steps a turn, the first not counted")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
@@ -75,12 +72,28 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="further options of all runs")  # fmt: skip
     parser.add_argument("--output", type=Path, default=RESULTS)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments; sizes of a toy where they ask for one."""
     args = parser.parse_args()
     if args.toy:
-        args.sides, args.turns, args.steps, args.num_prompts = ["off", "tlt"], 1, 3, 2
-        args.group, args.max_tokens = 2, 24
+        args.num_prompts, args.group, args.max_tokens = 2, 2, 24
     elif args.checkpoint is None or args.prompts is None:
         parser.error("give --checkpoint and --prompts (see examples/grpo_countdown_cpu.yaml), or --toy")
+    return args
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = common_options(__doc__.splitlines()[0])
+    parser.add_argument("--sides", nargs="+", default=["off", "ngram", "frozen", "tlt"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="steps a turn, the first not counted")
+    args = parsed(parser)
+    if args.toy:
+        args.sides, args.turns, args.steps = ["off", "tlt"], 1, 3
     return args
 
 
@@ -192,26 +205,31 @@ def warm_up(bench: Bench, tokens: list[tuple[int, ...]]) -> Path:
     return folder
 
 
-def final_acceptance(bench: Bench, seed: int, tokens: list[tuple[int, ...]], *, step: int) -> dict:
-    """Accept length and share kept by position of the frozen and the adapted drafter, for the last policy."""
-    checkpoint = iteration_folder(bench.work / f"tlt-{seed}" / "checkpoint", step)
-    hf = bench.work / f"final-{seed}"
-    if not hf.is_dir():
-        megatron_to_hf(checkpoint, hf, init_parallel(ParallelConfig(), seed=1))
-    frozen = import_drafter(bench.drafter).float()
-    adapted = Drafter(frozen.config)
+def stored_drafter(checkpoint: Path, like: Drafter) -> Drafter:
+    """The drafter of an RL checkpoint, of the shape of another."""
+    drafter = Drafter(like.config)
     stored = load_file(checkpoint / DRAFTER_FILE)
-    adapted.load_state_dict(
+    drafter.load_state_dict(
         {k.removeprefix("model."): v for k, v in stored.items() if k.startswith("model.")}
     )
+    return drafter
+
+
+def acceptance(
+    hf: Path, drafters: dict[str, Drafter], tokens: list[tuple[int, ...]], *, max_tokens: int, seed: int
+) -> dict[str, dict]:
+    """Accept length and share kept by position of each drafter, for the policy in `hf`.
+
+    Chains of six on the same 64 responses for all: no drafter changes a token.
+    """
     chosen = random.Random(2).sample(tokens, min(len(tokens), 32))
     prompts = [Prompt(prompt_id=i, tokens=t) for i, t in enumerate(chosen)]
-    longest, end = max(map(len, chosen)) + bench.args.max_tokens, config_of(hf)["eos_token_id"]
+    longest, end = max(map(len, chosen)) + max_tokens, config_of(hf)["eos_token_id"]
     params = SamplingParams(
-        n=2, max_tokens=bench.args.max_tokens, seed=seed, stop_token_ids=() if end is None else (end,)
+        n=2, max_tokens=max_tokens, seed=seed, stop_token_ids=() if end is None else (end,)
     )
     found = {}
-    for name, drafter in (("frozen", frozen), ("adapted", adapted)):
+    for name, drafter in drafters.items():
         engine = engine_of(hf, NativeEngineConfig(max_model_len=longest), drafter=drafter.config)
         engine.update_weights("draft", draft_tensors(drafter), version=1)
         engine.policy = FixedPolicy(strategy=_CHAIN)
@@ -222,6 +240,17 @@ def final_acceptance(bench: Bench, seed: int, tokens: list[tuple[int, ...]], *, 
             "positions": list(rates(counts, "eagle", "position").values()),
         }
     return found
+
+
+def final_acceptance(bench: Bench, seed: int, tokens: list[tuple[int, ...]], *, step: int) -> dict:
+    """`acceptance` of the frozen and the adapted drafter, for the last policy."""
+    checkpoint = iteration_folder(bench.work / f"tlt-{seed}" / "checkpoint", step)
+    hf = bench.work / f"final-{seed}"
+    if not hf.is_dir():
+        megatron_to_hf(checkpoint, hf, init_parallel(ParallelConfig(), seed=1))
+    frozen = import_drafter(bench.drafter).float()
+    drafters = {"frozen": frozen, "adapted": stored_drafter(checkpoint, frozen)}
+    return acceptance(hf, drafters, tokens, max_tokens=bench.args.max_tokens, seed=seed)
 
 
 def interval(ratios: list[float]) -> list[float]:
@@ -275,27 +304,32 @@ def measure(bench: Bench) -> tuple[list[dict], dict]:
     return rows, summarise(rows)
 
 
+def prepared(args: argparse.Namespace, work: Path) -> tuple[Bench, list[tuple[int, ...]]]:
+    """Policy and warm drafter in `work`, and the prompts' tokens."""
+    work.mkdir(parents=True, exist_ok=True)
+    if args.toy:
+        args.trl_micro_batch, args.cores = 0, args.ranks
+        made = prepare(work, args)
+        args.checkpoint, args.prompts = Path(made["model"]), Path(made["prompts"])
+    start = args.checkpoint
+    if not args.toy:
+        start = work / f"policy-{args.deepen}"
+        if not start.is_dir():
+            megatron_to_hf(args.checkpoint, work / "hf", init_parallel(ParallelConfig(), seed=1))
+            deepen(work / "hf", start, times=args.deepen)
+    bench = Bench(
+        args=args, work=work, checkpoint=start, prompts=args.prompts, drafter=args.drafter
+    )
+    tokens = prompt_tokens(bench.checkpoint, bench.prompts)
+    if not args.toy and bench.drafter is None:
+        bench.drafter = warm_up(bench, tokens)
+    return bench, tokens
+
+
 def main() -> None:
     args = parse_arguments()
     with tempfile.TemporaryDirectory() as scratch:
-        work = args.work or Path(scratch)
-        work.mkdir(parents=True, exist_ok=True)
-        if args.toy:
-            args.trl_micro_batch, args.cores = 0, args.ranks
-            made = prepare(work, args)
-            args.checkpoint, args.prompts = Path(made["checkpoint"]), Path(made["prompts"])
-        start = args.checkpoint
-        if not args.toy:
-            start = work / f"policy-{args.deepen}"
-            if not start.is_dir():
-                megatron_to_hf(args.checkpoint, work / "hf", init_parallel(ParallelConfig(), seed=1))
-                deepen(work / "hf", start, times=args.deepen)
-        bench = Bench(
-            args=args, work=work, checkpoint=start, prompts=args.prompts, drafter=args.drafter
-        )
-        tokens = prompt_tokens(bench.checkpoint, bench.prompts)
-        if not args.toy and bench.drafter is None:
-            bench.drafter = warm_up(bench, tokens)
+        bench, tokens = prepared(args, args.work or Path(scratch))
         rows, summary = measure(bench)
         if bench.drafter is not None and "tlt" in args.sides:
             found = [
