@@ -95,8 +95,8 @@ ROWS = tuple(
         ("tlt", "spot training's share of the critical path", "{spot_overhead:.1%}"),
         ("tlt", "99th percentile of the time to preempt it, in drafter updates",
          "{preempt_p99_over_update:.2f}"),
-        ("tlt_four_numbers", "the same three on problems of four numbers, which the policy hardly solves "
-         "(reward {reward_off:.3f}, hardly any update)", "{ngram:.2f}x, {frozen:.2f}x, {tlt:.2f}x"),
+        ("tlt_short", "the same three where answers are short (18 layers, {steps_a_side} steps a side); "
+         "spot training's share", "{ngram:.2f}x, {frozen:.2f}x, {tlt:.2f}x; {spot_overhead:.1%}"),
         ("drafter_curve", "a drafter from nothing, trained in the tails of {steps} RL steps: accept length "
          "at first, after one tail, at the end (the warm one, frozen)", "{accept_nothing:.2f}, "
          "{accept_recovered_first:.2f}, {accept_recovered_last:.2f} ({accept_frozen_last:.2f})"),
